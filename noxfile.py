@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# /// script
+# dependencies = ["nox>=2024.10"]
+# ///
+"""Every job of this project, thin: `nox -l` lists them, `nox -s NAME -- --help` asks one of them."""
+
+import os
+
+import nox
+
+nox.needs_version = ">=2024.10"
+nox.options.default_venv_backend = "virtualenv"  # pip, not uv: where torch comes from is set in pip's configuration
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+TOOL = PROJECT["project"]["dependencies"]
+RELEASES = nox.project.load_toml("VERSIONS.toml")["releases"]
+
+
+def group(name: str) -> list[str]:
+    return nox.project.dependency_groups(PROJECT, name)
+
+
+def install_vllm(session: nox.Session, version: str) -> None:
+    """Install vLLM from its sdist without kernels, as the plugin does on Gaudi, on a CPU torch."""
+    session.install("setuptools>=77,<81", "setuptools-scm", "setuptools-rust", "wheel", "packaging", "cmake", "ninja",
+                    "jinja2", "numpy", *group("model"))  # fmt: skip
+    # vLLM would call itself VERSION+empty, which pip then refuses as another version than it asked for.
+    build = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+    session.install("--no-build-isolation", "--no-binary", "vllm", f"vllm=={version}", env=build)
+
+
+def graft(session: nox.Session, *words: str) -> None:
+    """Run the tool from a session's environment, looking for vllm-gaudi in the one nox was started from."""
+    session.install(*TOOL)
+    outer = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": os.environ.get("VIRTUAL_ENV", "")}
+    session.run("python", "-m", "graft", *words, *session.posargs, env=outer)
+
+
+@nox.session(reuse_venv=True)
+def tests(session: nox.Session) -> None:
+    """Run all the tests; those on a real release want GAUDI_FIXES_ROOT."""
+    install_vllm(session, RELEASES["0.30"]["vllm"])
+    session.install(*TOOL, *group("tests"))
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def lint(session: nox.Session) -> None:
+    """Check style: ours, and upstream's for the override sources."""
+    session.install(*group("lint"))
+    session.run("ruff", "check", ".", "vendor")
+    session.run("ruff", "format", "--check", ".")
+    session.run("yapf", "--diff", "--recursive", "vendor/vllm_gaudi_overrides")
+
+
+@nox.session(reuse_venv=True, default=False)
+def demo(session: nox.Session) -> None:
+    """Show fast prefill at work on real vLLM: a small Gemma 4 E2B on the CPU, flag off and on."""
+    install_vllm(session, RELEASES["0.30"]["vllm"])
+    session.install(*TOOL)
+    session.run("python", "-m", "demo", *session.posargs)
+
+
+@nox.session(reuse_venv=True, default=False)
+def faults(session: nox.Session) -> None:
+    """Put ten faults into the fix, one at a time, and see the tests catch each."""
+    install_vllm(session, RELEASES["0.30"]["vllm"])
+    session.install(*TOOL, *group("tests"))
+    session.run("python", "tests/faults.py", *session.posargs)
+
+
+def release_session(command: str, release: str, doc: str) -> None:
+    def run(session: nox.Session) -> None:
+        graft(session, command, release)
+
+    run.__doc__ = doc.format(tag=RELEASES[release]["tag"])
+    nox.session(name=f"{command}-{release}", reuse_venv=True, default=False)(run)
+
+
+for _release in RELEASES:
+    release_session("merge", _release, "Write the full copies for {tag} below vendor/releases.")
