@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The full copies of a release: upstream's files with the fix merged in, their manifest and the shadow beside them."""
+
+import argparse
+import ctypes
+import difflib
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import tokenize
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from graft import releases, versions
+from graft.errors import Drift, GraftError
+from graft.merge import Merged, merge
+from graft.progress import Progress
+from graft.releases import PACKAGE, Tree
+from graft.versions import Release
+
+ROOT = Path(__file__).resolve().parent.parent
+OVERRIDES = ROOT / "vendor" / "vllm_gaudi_overrides"
+COPIES = ROOT / "vendor" / "releases"
+SHADOW = Path(__file__).resolve().parent / "shadow"
+
+NAME = "vllm_gaudi_overrides"
+MANIFEST = "manifest.json"
+SHADOW_FILES = ("__init__.py", "__main__.py")
+# What install writes beside the manifest; copies that are written again leave it there.
+KEPT = ("installed.json",)
+
+_NOT_MERGED = ("merging.py", "__init__.py")
+
+
+@dataclass(frozen=True)
+class File:
+    """One upstream file and what becomes of it. file: its path below vllm_gaudi; module: its dotted name."""
+
+    file: str
+    module: str
+    pristine: str
+    override: str
+    merged: Merged
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The copies of a release, in memory. contents: by path below the folder that `write` gets."""
+
+    release: Release
+    tree: Tree
+    files: tuple[File, ...]
+    manifest: Mapping[str, Any]
+    contents: Mapping[str, bytes]
+
+
+def folder(release: Release) -> Path:
+    """Where the copies of a release are kept."""
+    return COPIES / release.tag
+
+
+def overridden(overrides: Path = OVERRIDES) -> tuple[str, ...]:
+    """The files below vllm_gaudi that have an override source, as posix paths."""
+    found = (path.relative_to(overrides).as_posix() for path in overrides.rglob("*.py"))
+    return tuple(sorted(file for file in found if file not in _NOT_MERGED))
+
+
+def module_name(file: str) -> str:
+    return f"{PACKAGE}.{file.removesuffix('.py').replace('/', '.')}"
+
+
+def plan(
+    release: Release,
+    tree: Tree,
+    *,
+    overrides: Path = OVERRIDES,
+    allow_drift: bool = False,
+) -> Plan:
+    """Merge every override source into the tree's file of the same path. Nothing is written.
+
+    Args:
+        allow_drift: go by the anchors where a pinned file has another hash.
+    Raises:
+        Drift: the tree is another release's, a pinned file differs, or an override cannot be merged.
+        GraftError: a file is missing, or VERSIONS.toml does not name it.
+    """
+    check_release(release, tree)
+    files, modules, contents = [], {}, {}
+    read = {file: tree.read(file) for file in overridden(overrides)}
+    if not read:
+        raise GraftError(f"{overrides} holds no override source", "Restore it from git")
+    if not allow_drift:
+        _check_hashes(release, tree, read)
+    for file, data in read.items():
+        source = (overrides / file).read_text(encoding="utf-8")
+        pristine = _decode(data, file, release)
+        merged = merge(pristine, source, name=file, release=release.name)
+        content = merged.text.encode()
+        files.append(File(file, module_name(file), pristine, source, merged))
+        contents[f"{NAME}/{file}"] = content
+        modules[module_name(file)] = {
+            "file": file,
+            "pristine_sha256": sha256(data),
+            "override_sha256": sha256(source.encode()),
+            "merged_sha256": sha256(content),
+        }
+    shadow = {name: (SHADOW / name).read_bytes() for name in SHADOW_FILES if (SHADOW / name).is_file()}
+    manifest = {
+        "schema": 1,
+        "release": release.name,
+        "tag": release.tag,
+        "override_revision": release.override_revision,
+        "pinned": all(release.files[file] == sha256(data) for file, data in read.items()),
+        "modules": modules,
+        "shadow": {name: sha256(data) for name, data in shadow.items()},
+    }
+    contents |= {f"{NAME}/{name}": data for name, data in shadow.items()}
+    contents[f"{NAME}/{MANIFEST}"] = (json.dumps(manifest, indent=2) + "\n").encode()
+    return Plan(release, tree, tuple(files), manifest, contents)
+
+
+def check_release(release: Release, tree: Tree) -> None:
+    """Refuse a tree that says it is of another release.
+
+    Raises:
+        Drift: its version is known and not of this release.
+    """
+    if tree.version is None:
+        return
+    try:
+        fits = Version(tree.version).release[:2] == Version(release.name).release
+    except InvalidVersion:
+        fits = False
+    if not fits:
+        raise Drift(
+            f"{tree.path} holds vllm-gaudi {tree.version}, not release {release.name}",
+            f"Give a vllm-gaudi {release.name}, or ask for the release it is of",
+        )
+
+
+def _check_hashes(release: Release, tree: Tree, read: Mapping[str, bytes]) -> None:
+    hashes = {file: sha256(data) for file, data in read.items()}
+    for file, found in hashes.items():
+        if file not in release.files:
+            raise GraftError(
+                f"VERSIONS.toml does not name {file} for release {release.name}",
+                f'Add "{file}" = "{versions.UNPINNED}" to its files',
+            )
+        pin = release.files[file]
+        if pin is not None and pin != found:
+            raise Drift(
+                f"{file} of {tree.path} is not release {release.name}'s "
+                f"(its sha256 is {found[:12]}..., pinned is {pin[:12]}...)",
+                f"Give a pristine vllm-gaudi {release.name}, or see docs/drift.md",
+            )
+    if release.is_pinned:
+        return
+    for other in versions.load().values():
+        if other.name != release.name and dict(other.files) == hashes:
+            raise Drift(
+                f"{tree.path} holds release {other.name}'s files, not release {release.name}'s",
+                f"Give a vllm-gaudi {release.name}, or ask for release {other.name}",
+            )
+
+
+def _decode(data: bytes, file: str, release: Release) -> str:
+    """The text of a file, line ends and byte order mark included."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        if encoding in ("utf-8", "utf-8-sig"):
+            return data.decode("utf-8")
+    except (SyntaxError, UnicodeDecodeError):
+        pass
+    raise Drift(f"{file} of release {release.name} is not UTF-8 text", "Give the pristine file")
+
+
+def write(plan: Plan, folder: Path) -> Path:
+    """Put the copies into a folder, which then holds nothing else (but what install keeps there).
+
+    All of it is written beside the folder first and then takes its place in one step: whatever fails, the folder is
+    as it was. Returns the folder of the copies themselves.
+
+    Raises:
+        GraftError: it cannot be written.
+    """
+    copies = folder / NAME
+    if holds(plan, folder):
+        return copies
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+            new = Path(temporary, "new")
+            for name, content in plan.contents.items():
+                file = new / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            for name in KEPT:
+                if (copies / name).is_file():
+                    shutil.copy2(copies / name, new / NAME / name)
+            _take_place(new, folder, Path(temporary, "old"))
+    except OSError as error:
+        raise GraftError(
+            f"{folder} cannot be written: {error.strerror or error}",
+            "Free space or permissions, or name another folder with --output",
+        ) from None
+    return copies
+
+
+def holds(plan: Plan, folder: Path) -> bool:
+    """Whether a folder holds the plan's copies already, byte for byte, and no other Python file."""
+    try:
+        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
+        same = all((folder / name).read_bytes() == data for name, data in plan.contents.items())
+    except OSError:
+        return False
+    return same and found == {name for name in plan.contents if name.endswith(".py")}
+
+
+def _take_place(new: Path, folder: Path, old: Path) -> None:
+    """Put the new folder where the old one is, if there is one, which goes to `old`."""
+    if not folder.exists():
+        new.rename(folder)
+    elif not _exchange(new, folder):
+        folder.rename(old)
+        try:
+            new.rename(folder)
+        except BaseException:
+            old.rename(folder)
+            raise
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders in one step, where the system can (Linux, but not every file system)."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    current_folder, exchange = -100, 2
+    paths = os.fsencode(one), os.fsencode(other)
+    return renameat2(current_folder, paths[0], current_folder, paths[1], exchange) == 0
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def diff(plan: Plan) -> str:
+    """What the merge changes, as a unified diff of the files below the release's root."""
+    parts = []
+    for file in plan.files:
+        before = file.pristine.splitlines(keepends=True)
+        after = file.merged.text.splitlines(keepends=True)
+        path = f"{PACKAGE}/{file.file}"
+        for line in difflib.unified_diff(before, after, f"a/{path}", f"b/{path}"):
+            parts.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+    return "".join(parts)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "merge",
+        help="write the full copies of a release",
+        description="Merge the fix into a release's pristine files and write the full copies.",
+    )
+    parser.add_argument("release", help="a release of VERSIONS.toml, such as 0.30")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help="take the pristine files from a site-packages folder, a checkout, a wheel or an sdist",
+    )
+    parser.add_argument("--python", type=Path, help="take them from this interpreter's environment")
+    parser.add_argument("--output", type=Path, help="the folder to write (default: vendor/releases/TAG)")
+    parser.add_argument("--dry-run", action="store_true", help="print the diff and write nothing")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    parser.set_defaults(func=_merge_command)
+
+
+def _merge_command(args: argparse.Namespace) -> int:
+    progress = Progress(quiet=args.quiet or args.json)
+    release = versions.get(args.release)
+    with progress.step("Looking for vllm-gaudi"):
+        tree = releases.find(args.source, args.python)
+    with progress.step(f"Merging into {tree.path}"):
+        planned = plan(release, tree)
+    target = args.output or folder(release)
+    outcome = {
+        "release": release.name,
+        "tag": release.tag,
+        "source": {"kind": tree.kind, "path": str(tree.path), "version": tree.version},
+        "folder": str(target),
+        "written": not args.dry_run,
+        "pinned": planned.manifest["pinned"],
+        "files": {file.file: [insertion.what for insertion in file.merged.insertions] for file in planned.files},
+    }
+    if args.dry_run:
+        outcome["diff"] = diff(planned)
+    else:
+        write(planned, target)
+    if args.json:
+        print(json.dumps(outcome, indent=2))
+    elif args.dry_run:
+        sys.stdout.write(outcome["diff"])
+    for file in planned.files:
+        progress.say(f"{file.file}: {len(file.merged.insertions)} insertions, every anchor found")
+    if not planned.manifest["pinned"]:
+        progress.say(f"Release {release.name} is not pinned in VERSIONS.toml: this went by the anchors alone")
+    if not args.dry_run:
+        progress.say(f"Full copies and manifest: {target / NAME}")
+    return 0
