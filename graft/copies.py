@@ -33,7 +33,6 @@ SHADOW = Path(__file__).resolve().parent / "shadow"
 
 NAME = "vllm_gaudi_overrides"
 MANIFEST = "manifest.json"
-SHADOW_FILES = ("__init__.py", "__main__.py")
 # What install writes beside the manifest; copies that are written again leave it there.
 KEPT = ("installed.json",)
 
@@ -47,7 +46,6 @@ class File:
     file: str
     module: str
     pristine: str
-    override: str
     merged: Merged
 
 
@@ -100,19 +98,19 @@ def plan(
     if not allow_drift:
         _check_hashes(release, tree, read)
     for file, data in read.items():
-        source = (overrides / file).read_text(encoding="utf-8")
+        source = (overrides / file).read_bytes()
         pristine = _decode(data, file, release)
-        merged = merge(pristine, source, name=file, release=release.name)
+        merged = merge(pristine, source.decode(), name=file, release=release.name)
         content = merged.text.encode()
-        files.append(File(file, module_name(file), pristine, source, merged))
+        files.append(File(file, module_name(file), pristine, merged))
         contents[f"{NAME}/{file}"] = content
         modules[module_name(file)] = {
             "file": file,
             "pristine_sha256": sha256(data),
-            "override_sha256": sha256(source.encode()),
+            "override_sha256": sha256(source),
             "merged_sha256": sha256(content),
         }
-    shadow = {name: (SHADOW / name).read_bytes() for name in SHADOW_FILES if (SHADOW / name).is_file()}
+    shadow = {path.name: path.read_bytes() for path in sorted(SHADOW.glob("*.py"))}
     manifest = {
         "schema": 1,
         "release": release.name,
@@ -183,69 +181,93 @@ def _decode(data: bytes, file: str, release: Release) -> str:
 
 
 def write(plan: Plan, folder: Path) -> Path:
-    """Put the copies into a folder, which then holds nothing else (but what install keeps there).
+    """Put the copies into a folder, as its subfolder vllm_gaudi_overrides; answer that one.
 
-    All of it is written beside the folder first and then takes its place in one step: whatever fails, the folder is
-    as it was. Returns the folder of the copies themselves.
+    All of it is written beside the copies first and then takes their place in one step, so that
+    whatever fails, what stood there stands there still. Nothing else in the folder is touched.
 
     Raises:
-        GraftError: it cannot be written.
+        GraftError: it cannot be written, or something that is no copy stands in its place.
     """
     copies = folder / NAME
-    if holds(plan, folder):
+    contents = {name.removeprefix(f"{NAME}/"): data for name, data in plan.contents.items()}
+    if _holds(copies, contents):
         return copies
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-            new = Path(temporary, "new")
-            for name, content in plan.contents.items():
+        _check_is_ours(copies)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{NAME}.", dir=folder, ignore_cleanup_errors=True) as temporary:
+            new = Path(temporary, NAME)
+            for name, content in contents.items():
                 file = new / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
             for name in KEPT:
                 if (copies / name).is_file():
-                    shutil.copy2(copies / name, new / NAME / name)
-            _take_place(new, folder, Path(temporary, "old"))
+                    shutil.copy2(copies / name, new / name)
+            _take_place(new, copies)
     except OSError as error:
         raise GraftError(
-            f"{folder} cannot be written: {error.strerror or error}",
-            "Free space or permissions, or name another folder with --output",
+            f"{copies} cannot be written: {error.strerror or error}",
+            "Free space or permissions, or name another folder",
         ) from None
     return copies
 
 
-def holds(plan: Plan, folder: Path) -> bool:
-    """Whether a folder holds the plan's copies already, byte for byte, and no other Python file."""
+def _holds(copies: Path, contents: Mapping[str, bytes]) -> bool:
+    """Whether a folder holds these copies already, byte for byte, and no other Python file."""
     try:
-        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")}
-        same = all((folder / name).read_bytes() == data for name, data in plan.contents.items())
+        found = {path.relative_to(copies).as_posix() for path in copies.rglob("*.py")}
+        same = all((copies / name).read_bytes() == data for name, data in contents.items())
     except OSError:
         return False
-    return same and found == {name for name in plan.contents if name.endswith(".py")}
+    return same and found == {name for name in contents if name.endswith(".py")}
 
 
-def _take_place(new: Path, folder: Path, old: Path) -> None:
-    """Put the new folder where the old one is, if there is one, which goes to `old`."""
-    if not folder.exists():
-        new.rename(folder)
-    elif not _exchange(new, folder):
-        folder.rename(old)
+def _check_is_ours(copies: Path) -> None:
+    """Refuse to take the place of anything but copies, broken ones included."""
+    if not os.path.lexists(copies):
+        return
+    ours = copies.is_dir() and all(
+        path.is_dir() or path.suffix in (".py", ".pyc", ".json") for path in copies.rglob("*")
+    )
+    if not ours or copies.is_symlink():
+        raise GraftError(f"{copies} holds something other than copies", "Move it away, or name another folder")
+
+
+def _take_place(new: Path, copies: Path) -> None:
+    """Put the new copies where the old ones are; those end up in the place of the new ones."""
+    if not copies.exists():
         try:
-            new.rename(folder)
-        except BaseException:
-            old.rename(folder)
-            raise
+            new.rename(copies)
+            return
+        except OSError:
+            if not copies.exists():  # else somebody else has just put copies there
+                raise
+    if not _exchange(new, copies):
+        _replace_files(new, copies)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step, where the system can (Linux, but not every file system)."""
+    """Exchange two folders in one step, where the system can: Linux, on most file systems."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    current_folder, exchange = -100, 2
-    paths = os.fsencode(one), os.fsencode(other)
-    return renameat2(current_folder, paths[0], current_folder, paths[1], exchange) == 0
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+def _replace_files(new: Path, copies: Path) -> None:
+    """Replace the copies file by file, the manifest last; without one the copies are not used."""
+    (copies / MANIFEST).unlink(missing_ok=True)
+    files = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
+    for path in copies.rglob("*.py"):
+        if path.relative_to(copies) not in files:
+            path.unlink()
+    for file in sorted(files, key=lambda file: file.name == MANIFEST):
+        (copies / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(new / file, copies / file)
 
 
 def sha256(data: bytes) -> str:

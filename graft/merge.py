@@ -8,7 +8,7 @@ import builtins
 import hashlib
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -18,6 +18,7 @@ from graft.errors import Drift
 from graft.override import Extension, Import, ImportedName, Piece
 from graft.source import Source, docstring, kind, names, parameters, statements
 
+_HELD = "is there already, as the fix has it"
 _GIVEN = {*dir(builtins), "__class__", "__file__", "__path__", "__annotations__"}
 
 
@@ -102,7 +103,7 @@ def compare(pristine: str, override: str, *, name: str) -> list[Finding]:
 
 def fingerprint(definition: str) -> str:
     """What the replace marker names: a hash of a definition's lines, without indentation and trailing blanks."""
-    lines = [line.rstrip() for line in definition.splitlines()]
+    lines = [line.rstrip() for line in definition.split("\n")]
     indent = min((len(line) - len(line.lstrip()) for line in lines if line), default=0)
     text = "\n".join(line[indent:] for line in lines).strip("\n")
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
@@ -127,12 +128,17 @@ def definition(text: str, symbol: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Edit:
-    """Text that goes to a place; `end` is beyond `start` where it takes the place of something."""
+    """Text that goes to a place; `end` is beyond `start` where it takes the place of something.
+
+    defines: the names it binds in the module. eager: those it needs when the module is loaded.
+    """
 
     what: str
     start: int
     end: int
     text: str
+    defines: frozenset[str] = frozenset()
+    eager: frozenset[str] = frozenset()
 
 
 def _survey(pristine: str, override: str, name: str) -> tuple[list[Finding], list[_Edit]]:
@@ -147,16 +153,18 @@ def _survey(pristine: str, override: str, name: str) -> tuple[list[Finding], lis
 
 
 def _drift(broken: Sequence[Finding], name: str, release: str) -> Drift:
-    mend = "See docs/drift.md for what to do"
-    if all(finding.kind == "defined-upstream" for finding in broken):
-        mend = "Give the pristine file; if it is pristine, see docs/drift.md"
-    reasons = [f"{finding.symbol} {finding.detail}" for finding in broken]
-    return Drift(f"{name} of release {release}: {'; '.join(reasons)}", mend)
+    if all(finding.detail == _HELD for finding in broken):
+        return Drift(f"{name} of release {release} holds the fix already", "Give the pristine file")
+    symbols: dict[str, list[str]] = {}
+    for finding in broken:
+        symbols.setdefault(finding.detail, []).append(finding.symbol)
+    reasons = [f"{', '.join(named)} {detail}" for detail, named in symbols.items()]
+    return Drift(f"{name} of release {release}: {'; '.join(reasons)}", "See docs/drift.md")
 
 
-def _apply(pristine: str, edits: Iterable[_Edit]) -> Merged:
+def _apply(pristine: str, edits: Sequence[_Edit]) -> Merged:
     parts, insertions, position, length = [], [], 0, 0
-    for edit in sorted(edits, key=lambda edit: edit.start):
+    for edit in edits:
         kept = pristine[position : edit.start]
         start = length + len(kept)
         length = start + len(edit.text)
@@ -193,14 +201,18 @@ class _Survey:
         self.override = override
         self.newline = upstream.newline
         self.top = _definitions(upstream.module)
-        self.bound = upstream.assignments()
+        self.bound = upstream.bound
         self.findings: list[Finding] = []
         self.edits: list[_Edit] = []
         # What is inserted, and the top-level upstream statement it goes into or next to.
         self.inserted: list[tuple[Piece, cst.CSTNode | None]] = []
         self.added: list[tuple[Piece, cst.CSTNode | None]] = []
+        self.imports = self._upstream_imports()
 
     def run(self) -> None:
+        if not self.upstream.module.body:
+            self._note("missing", "the code", "is not there: the file is empty")
+            return
         anchor = None
         for item in self.override.items:
             if isinstance(item, Extension):
@@ -210,9 +222,10 @@ class _Survey:
             else:
                 anchor = self._meet(item, self.top, item.name) or anchor
         self._place_added()
-        imports = self._imports()
-        self.edits[:0] = imports
+        self.edits[:0] = self._imports()
+        self.edits.sort(key=lambda edit: (edit.start, edit.end))
         self._resolve()
+        self._order()
 
     def _note(self, kind: str, symbol: str, detail: str = "") -> None:
         self.findings.append(Finding(kind, symbol, detail))
@@ -252,7 +265,7 @@ class _Survey:
             return node
         self._note("ok", extension.name)
         members = _definitions(node.body)
-        bound = self.upstream.assignments(node)
+        bound = self.upstream.bound_in(node)
         new = []
         for piece in extension.members:
             own_name = piece.name.partition(".")[2]
@@ -287,15 +300,16 @@ class _Survey:
         return node
 
     def _defined(self, piece: Piece, node: cst.CSTNode | None) -> None:
-        same = node is not None and fingerprint(self.upstream.definition(node)) == fingerprint("\n".join(piece.lines))
-        detail = "is there already, as the fix defines it: the file holds the fix"
-        if not same:
-            detail = "is defined already: upstream may have its own fix"
+        detail = "is defined already: upstream may have its own fix"
+        if node is not None and fingerprint(self.upstream.definition(node)) == fingerprint(
+            "\n".join(piece.lines[piece.comments :])
+        ):
+            detail = _HELD
         self._note("defined-upstream", piece.name, detail)
 
     def _why_not_replace(self, piece: Piece, node: cst.FunctionDef) -> Finding | None:
         found = fingerprint(self.upstream.definition(node))
-        if found == piece.fingerprint or found == f"sha256:{piece.fingerprint}":
+        if found == piece.fingerprint:
             return None
         detail = f"is not what the fix replaces (its fingerprint is {found})"
         return Finding("changed", piece.name, detail)
@@ -323,8 +337,7 @@ class _Survey:
         if first is not None and len(first.body) > 1:
             return Finding("changed", piece.name, "has code on the line of its docstring")
         if self._holds(piece, node):
-            detail = "begins with the fix's lines: the file holds the fix"
-            return Finding("defined-upstream", piece.name, detail)
+            return Finding("defined-upstream", piece.name, _HELD)
         own = names(node)
         ours = {name.lstrip("*") for name in parameters(piece.node)}
         clash = piece.names.local & own.own
@@ -336,7 +349,7 @@ class _Survey:
 
     def _holds(self, piece: Piece, node: cst.FunctionDef) -> bool:
         """Whether the upstream body holds the lines of the piece."""
-        theirs = [line.strip() for line in self.upstream.definition(node).splitlines()]
+        theirs = [line.strip() for line in self.upstream.definition(node).split("\n")]
         ours = [line.strip() for line in piece.lines]
         spans = range(len(theirs) - len(ours) + 1)
         return any(theirs[i : i + len(ours)] == ours for i in spans)
@@ -374,7 +387,16 @@ class _Survey:
         indent = line[: len(line) - len(line.lstrip())]
         start = self.upstream.starts[first - 1]
         end = self.upstream.ends[self.upstream.last_line(node) - 1]
-        return _Edit(f"{piece.name} (replaced)", start, end, self._code(piece, indent))
+        what, text = f"{piece.name} (replaced)", self._code(piece, indent)
+        return _Edit(what, start, end, text, eager=self._eager(piece))
+
+    def _eager(self, piece: Piece) -> frozenset[str]:
+        """The names a piece needs when the module is loaded."""
+        has_annotations = any(
+            found.module == "__future__" and any(name.bound == "annotations" for name in found.names)
+            for found, _ in self.imports
+        )
+        return piece.names.eager - (piece.names.annotating if has_annotations else frozenset())
 
     def _append(self, pieces: Sequence[Piece], node: cst.ClassDef) -> None:
         at = self.upstream.ends[self.upstream.last_line(node) - 1]
@@ -383,7 +405,7 @@ class _Survey:
         for piece in pieces:
             gap = 1 if piece.is_function or after_function else min(piece.gap, 1)
             text = self.newline * (1 + gap) + self._code(piece, indent)
-            self.edits.append(_Edit(piece.name, at, at, text))
+            self.edits.append(_Edit(piece.name, at, at, text, eager=self._eager(piece)))
             after_function = piece.is_function
 
     def _add(self, piece: Piece, anchor: cst.CSTNode | None) -> None:
@@ -424,7 +446,7 @@ class _Survey:
             text = self.newline * (1 + gap) + self._code(piece, "")
             if piece is pieces[-1] and piece.is_function and below is not None:
                 text += self.newline * max(2 - below, 0)
-            self.edits.append(_Edit(piece.name, at, at, text))
+            self._add_edit(piece, at, text)
             after_block = piece.is_function
 
     def _add_before(self, pieces: Sequence[Piece], node: cst.CSTNode) -> None:
@@ -437,13 +459,16 @@ class _Survey:
                 text = self.newline * max((2 if piece.is_function else 1) - above, 0) + text
             one_line = follower and not (piece.is_function or follower.is_function)
             gap = min(follower.gap, 2) if one_line else 2
-            self.edits.append(_Edit(piece.name, at, at, text + self.newline * (1 + gap)))
+            self._add_edit(piece, at, text + self.newline * (1 + gap))
+
+    def _add_edit(self, piece: Piece, at: int, text: str) -> None:
+        defines = frozenset({piece.name})
+        self.edits.append(_Edit(piece.name, at, at, text, defines, self._eager(piece)))
 
     # Names
 
     def _imports(self) -> list[_Edit]:
         needed = set().union(*(piece.names.free for piece, _ in self.inserted))
-        theirs = self._upstream_imports()
         edits = []
         for statement in self.override.imports:
             lacking = []
@@ -451,10 +476,10 @@ class _Survey:
                 if self._is_taken(name):
                     self._note("changed", name.bound, f"is not imported from {statement.module}")
                 elif name.bound in needed:
-                    has = [h for found, _ in theirs for h in found.names if h.is_same(name)]
+                    has = [h for found, _ in self.imports for h in found.names if h.is_same(name)]
                     lacking += [] if has else [name]
             if lacking:
-                edits.append(self._import_edit(statement, lacking, theirs))
+                edits.append(self._import_edit(statement, lacking))
         return edits
 
     def _upstream_imports(self) -> list[tuple[Import, cst.SimpleStatementLine]]:
@@ -476,27 +501,46 @@ class _Survey:
                 return True
         return False
 
-    def _import_edit(
-        self,
-        statement: Import,
-        lacking: list[ImportedName],
-        theirs: list[tuple[Import, cst.SimpleStatementLine]],
-    ) -> _Edit:
+    def _import_edit(self, statement: Import, lacking: list[ImportedName]) -> _Edit:
         lines = list(statement.lines)
         if len(lacking) < len(statement.names):
             lines = [name.statement for name in lacking]
         code = self.newline.join(lines)
         what = f"import of {', '.join(name.bound for name in lacking)}"
-        beside = _neighbour(statement, theirs)
+        bound = frozenset(name.bound for name in lacking)
+        gap = 0
+        beside = _neighbour(statement, self._import_block())
         if beside is None:
-            beside = docstring(self.upstream.module)
-            code = self.newline + code
+            futures = [line for found, line in self.imports if found.module == "__future__"]
+            beside, gap = (futures or [docstring(self.upstream.module)])[-1], 1
         if beside is not None:
             at = self.upstream.ends[self.upstream.last_line(beside) - 1]
-            return _Edit(what, at, at, self.newline + code)
+            return _Edit(what, at, at, self.newline * (1 + gap) + code, bound)
         first = self.upstream.module.body[0]
         at = self.upstream.starts[self.upstream.comment_line(first, attached=True) - 1]
-        return _Edit(what, at, at, code.strip(self.newline) + self.newline * 3)
+        return _Edit(what, at, at, code + self.newline * 3, bound)
+
+    def _import_block(self) -> list[tuple[Import, cst.SimpleStatementLine]]:
+        """The imports above the first class or function, but those from __future__."""
+        blocks = [node for node in self.upstream.module.body if not _is_line(node)]
+        end = self.upstream.first_line(blocks[0]) if blocks else len(self.upstream.ends) + 1
+        return [
+            (found, line)
+            for found, line in self.imports
+            if self.upstream.first_line(line) < end and found.module != "__future__"
+        ]
+
+    def _order(self) -> None:
+        """What the inserted code needs when the module is loaded must be defined further up."""
+        defined = {name for edit in self.edits for name in edit.defines}
+        above: set[str] = set()
+        for edit in self.edits:
+            for name in sorted(edit.eager):
+                bound = self.upstream.first_bound(name)
+                is_own_class = edit.what.startswith(f"{name}.")
+                if name in defined - above or (bound is not None and (bound >= edit.start or is_own_class)):
+                    self._note("changed", name, f"is defined too far down for {edit.what}")
+            above |= edit.defines
 
     def _resolve(self) -> None:
         """Every name the inserted code takes from around it must mean something in the merged file."""
@@ -508,6 +552,10 @@ class _Survey:
                 users.setdefault(name, piece.name)
         for name, user in users.items():
             self._note("missing", name, f"is not defined there, and {user} needs it")
+
+
+def _is_line(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.SimpleStatementLine)
 
 
 def _neighbour(

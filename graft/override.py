@@ -43,8 +43,9 @@ class Piece:
     """A function, a method or an assignment.
 
     mark: "new", "before", "replace", or "declared" for one that only says that upstream has it.
-    lines: what is inserted, without line ends. verbatim: the indices of those that begin inside a string.
-    gap: how many blank lines stand above it. names: those of its code; of the body alone for "before".
+    lines: what is inserted, without line ends. verbatim: the indices of those that begin inside a
+    string. comments: how many of them are comments above it. gap: how many blank lines stand above
+    them. names: those of its code; of the body alone for "before".
     """
 
     name: str
@@ -54,6 +55,7 @@ class Piece:
     indent: str
     lines: tuple[str, ...]
     verbatim: frozenset[int]
+    comments: int
     gap: int
     names: Names
 
@@ -251,8 +253,8 @@ class _Reader:
         first = self.source.comment_line(body[0], attached=False)
         numbers = list(range(first, self.source.last_line(body[-1]) + 1))
         given = names(_bare(node, body))
-        if given.declares:
-            self._refuse(f"{name} declares {min(given.declares)} global or nonlocal")
+        if given.declared:
+            self._refuse(f"{name} declares {min(given.declared)} global or nonlocal")
         return self._piece(name, "before", "", node, numbers, given)
 
     def _piece(
@@ -271,7 +273,8 @@ class _Reader:
         inside = self.inside_strings
         verbatim = frozenset(i for i, number in enumerate(numbers) if number in inside)
         gap = self.source.blanks_above(numbers[0]) if numbers else 0
-        return Piece(name, mark, fingerprint, node, indent, tuple(lines), verbatim, gap, given)
+        comments = next((i for i, line in enumerate(lines) if not _is_comment(line)), 0)
+        return Piece(name, mark, fingerprint, node, indent, tuple(lines), verbatim, comments, gap, given)
 
 
 def _bare(node: cst.FunctionDef, body: list[Statement]) -> cst.FunctionDef:
@@ -297,3 +300,7 @@ def _is_placeholder(statement: cst.BaseSmallStatement) -> bool:
 
 def _is_empty(statement: Statement) -> bool:
     return isinstance(statement, cst.SimpleStatementLine) and all(_is_placeholder(small) for small in statement.body)
+
+
+def _is_comment(line: str) -> bool:
+    return not line.strip() or line.lstrip().startswith("#")

@@ -7,7 +7,6 @@ generated from it.
 
 import ast
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import libcst as cst
@@ -48,7 +47,9 @@ class Source:
             raise ValueError("its line ends are not those of one system")
         wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
         self._positions = wrapper.resolve(WhitespaceInclusivePositionProvider)
-        self._scopes = wrapper.resolve(ScopeProvider)
+        self._scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope}
+        top = next((scope for scope in self._scopes if isinstance(scope, GlobalScope)), None)
+        self.bound = _bound(top) if top else {}
         self.newline = self.module.default_newline
         self.starts = [len(text) - len(code)]
         self.ends = []
@@ -117,20 +118,23 @@ class Source:
         lines = range(self.first_line(node), self.last_line(node) + 1)
         return "\n".join(self.line(number) for number in lines)
 
-    def assignments(self, node: cst.CSTNode | None = None) -> dict[str, list[cst.CSTNode]]:
-        """The names bound in the module, or in a class: by which nodes, wherever in the block they stand."""
-        kind = GlobalScope if node is None else None
-        for scope in self._all_scopes():
-            if isinstance(scope, kind) if kind else getattr(scope, "node", None) is node:
-                found: dict[str, list[cst.CSTNode]] = {}
-                for assignment in scope.assignments:
-                    if "." not in assignment.name and hasattr(assignment, "node"):
-                        found.setdefault(assignment.name, []).append(assignment.node)
-                return found
-        return {}
+    def bound_in(self, node: cst.ClassDef) -> set[str]:
+        """The names that a class body binds, wherever in it."""
+        return set().union(*(_bound(s) for s in self._scopes if getattr(s, "node", None) is node))
 
-    def _all_scopes(self) -> set[Scope]:
-        return {scope for scope in self._scopes.values() if scope is not None}
+    def first_bound(self, name: str) -> int | None:
+        """The offset of the line on which the module first binds a name; None if it does not."""
+        lines = [self._positions[node].start.line for node in self.bound.get(name, [])]
+        return min((self.starts[line - 1] for line in lines), default=None)
+
+
+def _bound(scope: Scope) -> dict[str, list[cst.CSTNode]]:
+    """The names bound in a scope, and the nodes that bind them."""
+    found: dict[str, list[cst.CSTNode]] = {}
+    for assignment in scope.assignments:
+        if "." not in assignment.name and hasattr(assignment, "node"):
+            found.setdefault(assignment.name, []).append(assignment.node)
+    return found
 
 
 def statements(block: Block) -> list[Statement]:
@@ -166,14 +170,18 @@ def parameters(function: cst.FunctionDef) -> list[str]:
 class Names:
     """The names of a piece of code.
 
-    free: taken from around it. local: bound in the function itself, parameters aside. own: all that the function
-    itself binds or reads, functions nested in it seen from outside.
+    free: taken from around it. eager: those of them that are needed when it is defined.
+    annotating: those of the eager ones that only annotations need. local: bound in the function
+    itself, parameters aside. own: all that the function itself binds or reads, functions nested in
+    it seen from outside. declared: global or nonlocal.
     """
 
     free: frozenset[str]
+    eager: frozenset[str]
+    annotating: frozenset[str]
     local: frozenset[str]
     own: frozenset[str]
-    declares: frozenset[str]
+    declared: frozenset[str]
 
 
 def names(node: Statement) -> Names:
@@ -181,7 +189,7 @@ def names(node: Statement) -> Names:
     wrapper = MetadataWrapper(cst.Module([node]), unsafe_skip_copy=True)
     scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope is not None}
     captures = _captures(node)
-    free, local, own = set(), set(captures), set(captures)
+    free, eager, evaluated, local, own = set(), set(), set(), set(captures), set(captures)
     for scope in scopes:
         is_own = isinstance(scope, FunctionScope) and scope.node is node
         if is_own:
@@ -191,20 +199,38 @@ def names(node: Statement) -> Names:
                 if not isinstance(getattr(assignment, "node", None), cst.Param):
                     local.add(root)
         for access in scope.accesses:
-            outside = all(isinstance(referent.scope, GlobalScope | BuiltinScope) for referent in access.referents)
-            for name in _roots(access.node):
-                if outside and name not in captures:
-                    free.add(name)
-                if is_own or outside or any(r.scope.node is node for r in access.referents):
-                    own.add(name)
-    walrus = {n.target.value for n in m.findall(node, m.NamedExpr(target=m.Name()))}
+            found = _roots(access.node) - captures
+            inside = [
+                referent.scope
+                for referent in access.referents
+                if not isinstance(referent.scope, GlobalScope | BuiltinScope)
+            ]
+            if not inside:
+                free |= found
+                if not _is_deferred(scope) and not isinstance(access.node, cst.BaseString):
+                    eager |= found
+                    evaluated |= set() if access.is_annotation else found
+            if is_own or not inside or any(scope.node is node for scope in inside):
+                own |= found
+    local |= {walrus.target.value for walrus in m.findall(node, m.NamedExpr(target=m.Name()))}
     declared = {item.name.value for statement in m.findall(node, m.Global() | m.Nonlocal()) for item in statement.names}
     return Names(
-        frozenset(free),
-        frozenset(local | walrus),
-        frozenset(own | walrus | declared),
-        frozenset(declared),
+        free=frozenset(free),
+        eager=frozenset(eager),
+        annotating=frozenset(eager - evaluated),
+        local=frozenset(local),
+        own=frozenset(own | local | declared),
+        declared=frozenset(declared),
     )
+
+
+def _is_deferred(scope: Scope) -> bool:
+    """Whether code in this scope runs later than the statement that holds it."""
+    while not isinstance(scope, GlobalScope):
+        if isinstance(scope, FunctionScope):
+            return True
+        scope = scope.parent
+    return False
 
 
 def _captures(node: cst.CSTNode) -> set[str]:
@@ -217,8 +243,8 @@ def _captures(node: cst.CSTNode) -> set[str]:
     return found
 
 
-def _roots(node: cst.CSTNode) -> Iterable[str]:
-    """The names at the left end of an expression; those in a string that is an annotation."""
+def _roots(node: cst.CSTNode) -> set[str]:
+    """The name at the left end of an expression; the names in a string that is an annotation."""
     while not isinstance(node, cst.Name):
         if isinstance(node, cst.Attribute):
             node = node.value
@@ -226,10 +252,10 @@ def _roots(node: cst.CSTNode) -> Iterable[str]:
             node = node.func
         elif isinstance(node, cst.SimpleString | cst.ConcatenatedString):
             tree = ast.parse(node.evaluated_value, mode="eval")
-            return [name.id for name in ast.walk(tree) if isinstance(name, ast.Name)]
+            return {name.id for name in ast.walk(tree) if isinstance(name, ast.Name)}
         else:
-            return []
-    return [node.value]
+            return set()
+    return {node.value}
 
 
 class _Yields(cst.CSTVisitor):
