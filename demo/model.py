@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 
@@ -76,14 +77,25 @@ def reference(config, seed: int = 0):
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("layer_scalar"):
-                tensor.uniform_(0.7, 1.1)
-            elif name.endswith("q_norm.weight"):  # keeps attention from being one key's
+                tensor.uniform_(0.9, 1.1)
+            elif not name.endswith("weight"):
+                continue
+            elif name.endswith("q_norm.weight"):  # scores of a few units: attention to many keys, not to one
                 tensor.normal_(1.0, 0.2).mul_(2 * tensor.shape[0] ** -0.5)
-            elif "norm" in name and name.endswith("weight"):
+            elif (
+                "post_" in name and "norm" in name
+            ):  # what a layer adds; larger, and rounding grows from layer to layer
+                tensor.normal_(0.5, 0.1)
+            elif name == "model.norm.weight":  # logits up to where the soft cap bends them
+                tensor.normal_(8.0, 1.0)
+            elif "norm" in name:
                 tensor.normal_(1.0, 0.2)
-            elif name.endswith("weight"):
-                scale = 1.0 if "embed" in name else tensor.shape[-1]
-                tensor.normal_(0.0, scale**-0.5)
+            elif "embed_tokens_per_layer" in name:
+                tensor.normal_(0.0, config.hidden_size_per_layer_input**-0.5)
+            elif "embed_tokens" in name:
+                tensor.normal_(0.0, config.hidden_size**-0.5)
+            else:
+                tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
     return model
 
 
@@ -93,8 +105,14 @@ def reference_logits(model, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens]), use_cache=False, logits_to_keep=0).logits[0].float()
 
 
-def vllm_config(config, *, fast_prefill: bool, dtype: str = "float32", max_tokens: int = 4096):
-    """Make the `VllmConfig` of an eager one-process run over a model of `config`."""
+def vllm_config(config, folder: str, *, vision: bool, fast_prefill: bool, dtype: str, max_tokens: int):
+    """Make the `VllmConfig` of an eager one-process run; `folder` is to hold the model's configuration.
+
+    Args:
+        config: of the text model; it is put into a multimodal one, which is what the plugin changes.
+        vision: build the vision tower; without it images are turned off, as for serving text only.
+    """
+    from transformers import Gemma4Config, Gemma4VisionConfig
     from vllm.config import (
         CacheConfig,
         CompilationConfig,
@@ -105,27 +123,40 @@ def vllm_config(config, *, fast_prefill: bool, dtype: str = "float32", max_token
         VllmConfig,
     )
 
-    with tempfile.TemporaryDirectory() as folder:
-        config.save_pretrained(folder)
-        model_config = ModelConfig(
-            model=folder,
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            enforce_eager=True,
-            max_model_len=config.get_text_config().max_position_embeddings,
-        )
-        return VllmConfig(
-            model_config=model_config,
-            cache_config=CacheConfig(block_size=128, kv_sharing_fast_prefill=fast_prefill),
-            scheduler_config=SchedulerConfig(
-                max_num_batched_tokens=max_tokens,
-                max_num_seqs=64,
-                max_model_len=model_config.max_model_len,
-                is_encoder_decoder=False,
-            ),
-            device_config=DeviceConfig(device="cpu"),
-            compilation_config=CompilationConfig(mode=CompilationMode.NONE),
-        )
+    tower = Gemma4VisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    Gemma4Config(
+        architectures=["Gemma4ForConditionalGeneration"],
+        text_config=copy.deepcopy(config),  # it changes what it is given
+        vision_config=tower,
+        audio_config=None,
+    ).save_pretrained(folder)
+    model_config = ModelConfig(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        enforce_eager=True,
+        max_model_len=config.max_position_embeddings,
+        limit_mm_per_prompt={"image": int(vision), "video": 0, "audio": 0},
+    )
+    return VllmConfig(
+        model_config=model_config,
+        cache_config=CacheConfig(block_size=128, kv_sharing_fast_prefill=fast_prefill),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=max_tokens,
+            max_num_seqs=64,
+            max_model_len=model_config.max_model_len,
+            is_encoder_decoder=False,
+        ),
+        device_config=DeviceConfig(device="cpu"),
+        compilation_config=CompilationConfig(mode=CompilationMode.NONE),
+    )
 
 
 def one_process() -> None:
@@ -139,21 +170,31 @@ def one_process() -> None:
     parallel_state.initialize_model_parallel(1, 1)
 
 
-def build(config, weights, *, fast_prefill: bool, dtype: str = "float32", max_tokens: int = 4096):
-    """Build vLLM's Gemma 4 for `config`, made the plugin's, with the weights of a transformers model.
+def build(config, weights, *, fast_prefill: bool, vision: bool = False, dtype: str = "float32", max_tokens: int = 4096):
+    """Build the plugin's Gemma 4, which is vLLM's with the plugin's changes, with the weights of a transformers model.
 
+    Args:
+        config: what `text_config` returns.
+        weights: what `reference` returns for it, or a model that `build` returned, whose tensors are then shared.
+        fast_prefill: vLLM's flag.
+        vision: build the vision tower as well; its rotary embedding is then the first the plugin finds.
+        max_tokens: most tokens of a batch, padding included.
     Returns:
-        the `Gemma4ForCausalLM` and its `VllmConfig`.
+        the `HpuGemma4ForConditionalGeneration` and its `VllmConfig`.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.models.gemma4 import Gemma4ForCausalLM
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm_gaudi.models import gemma4
+    from vllm_gaudi.models.gemma4 import HpuGemma4ForConditionalGeneration
 
-    settings = vllm_config(config, fast_prefill=fast_prefill, dtype=dtype, max_tokens=max_tokens)
-    with set_current_vllm_config(settings), set_default_torch_dtype(settings.model_config.dtype):
-        one_process()
-        model = Gemma4ForCausalLM(vllm_config=settings).eval()
-        gemma4._apply_hpu_gemma4_patches(model)
-        model.load_weights(weights.state_dict().items())
+    with tempfile.TemporaryDirectory() as folder:
+        settings = vllm_config(
+            config, folder, vision=vision, fast_prefill=fast_prefill, dtype=dtype, max_tokens=max_tokens
+        )
+        with set_current_vllm_config(settings), set_default_torch_dtype(settings.model_config.dtype):
+            one_process()
+            model = HpuGemma4ForConditionalGeneration(vllm_config=settings).eval()
+    if isinstance(weights, HpuGemma4ForConditionalGeneration):
+        model.load_state_dict(weights.state_dict(), assign=True)
+    else:
+        model.language_model.load_weights(weights.state_dict().items())
     return model, settings

@@ -87,7 +87,7 @@ class Runner:
             prompts: token ids of each prompt.
             padded: padded length; the longest prompt, rounded up to a block, if None.
             rows: batch size; rows beyond the prompts only pad it. As many as there are prompts if None.
-            embeds: hand over embeddings and per-layer inputs instead of ids, as a multimodal batch does.
+            embeds: hand over embeddings and per-layer inputs beside the ids, as a multimodal batch does.
         Returns:
             the requests, and logits `[prompts, vocabulary]` at each prompt's last token.
         """
@@ -142,12 +142,8 @@ class Runner:
         return self.model.compute_logits(states[last])
 
     def _embeddings(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        model = self.model.model.model
-        ids = ids.clamp(min=0)
-        return {
-            "inputs_embeds": model.embed_input_ids(ids),
-            "per_layer_inputs": model.get_per_layer_inputs(ids),
-        }
+        # the model keeps the per-layer inputs that belong to them
+        return {"inputs_embeds": self.model.model.embed_input_ids(ids.clamp(min=0))}
 
     @torch.no_grad()
     def decode(self, requests: list[Request], tokens: list[int], *, rows: int | None = None) -> torch.Tensor:

@@ -14,10 +14,3 @@ def register_ops() -> None:
     """Put the plugin's attention call and rotary embedding in the place of vLLM's."""
     import vllm_gaudi.ops.hpu_attention
     import vllm_gaudi.ops.hpu_rotary_embedding  # noqa: F401
-
-
-def register_models() -> None:
-    """Put the plugin's Gemma 4 in the place of vLLM's in the model registry."""
-    from vllm_gaudi.models import register_model
-
-    register_model()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's logger factory: without a name it names the calling package's logger."""
+"""The plugin's logger is vLLM's, so that vLLM's settings hold for it."""
 
 from vllm.logger import init_logger
 
 
-def logger(name: str = "vllm_gaudi"):
-    """Return vLLM's logger of that name, with its `*_once` methods."""
-    return init_logger(name)
+def logger():
+    """Return the logger named `vllm`, with its `*_once` methods."""
+    return init_logger("vllm")

@@ -4,7 +4,7 @@
 from itertools import islice
 
 import torch
-from torch import nn
+import torch.nn as nn
 from vllm.logger import init_logger
 from vllm.model_executor.models import gemma4 as upstream_gemma4
 from vllm.model_executor.models.gemma4 import Gemma4Model as UpstreamGemma4Model

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows run which layers, what that leaves in the cache, and what a user is told."""
+
+import logging
+
+import pytest
+import torch
+from pairs import WINDOW, rows_through
+
+from demo.model import reference_logits
+
+FIRST_SHARED = 15
+
+
+@pytest.fixture
+def fresh(pair):
+    """The pair with its blocks handed out from the start, so that both runners use the same ones."""
+    for runner in (pair.off, pair.on):
+        runner.free.sort()
+        for keys, values, *_ in runner.caches.values():
+            keys.zero_(), values.zero_()
+    return pair
+
+
+def test_only_one_row_per_prompt_runs_the_shared_layers(pair):
+    with rows_through(pair.on) as forwards:
+        pair.on.prefill(pair.prompts(5, 300), rows=4)
+    assert forwards == [[4 * 384] * FIRST_SHARED + [4] * 20]
+
+
+def test_every_row_runs_every_layer_with_the_flag_off(pair):
+    with rows_through(pair.off) as forwards:
+        pair.off.prefill(pair.prompts(5, 300), rows=4)
+    assert forwards == [[4 * 384] * 35]
+
+
+def test_decode_steps_run_every_layer(pair):
+    requests, _ = pair.on.prefill(pair.prompts(5, 300))
+    with rows_through(pair.on) as forwards:
+        pair.on.decode(requests, [7, 8], rows=4)
+    assert forwards == [[4] * 35]
+
+
+@pytest.mark.parametrize("first, second", [(WINDOW, 40), (200, 1), (200, 190), (3 * WINDOW, 130)])
+def test_prompts_with_context_run_every_layer_and_agree(pair, first, second):
+    (prompt,) = pair.prompts(first + second)
+    logits = {}
+    for name, runner in (("off", pair.off), ("on", pair.on)):
+        (request,), _ = runner.prefill([prompt[:first]])
+        with rows_through(runner) as forwards:
+            logits[name] = runner.extend(request, prompt[first:])
+        (rows,) = forwards
+        assert len(set(rows)) == 1 and len(rows) == 35
+        runner.release(request)
+    torch.testing.assert_close(logits["on"], logits["off"], atol=5e-4, rtol=0)
+    expected = reference_logits(pair.reference, prompt)[-1:]
+    torch.testing.assert_close(logits["on"], expected, atol=1e-3, rtol=0)
+
+
+def test_the_cache_after_a_prompt_is_the_same_to_the_bit(fresh):
+    prompts = fresh.prompts(1, 127, 129, 300)
+    fresh.off.prefill(prompts, rows=6)
+    fresh.on.prefill(prompts, rows=6)
+    for name, cache in fresh.off.caches.items():
+        for half, fast_half in zip(cache[:2], fresh.on.caches[name][:2], strict=True):
+            assert torch.equal(half[:-128], fast_half[:-128])  # the last block takes what padding writes
+
+
+def test_the_rotary_cache_is_gone_after_a_forward(pair_of):
+    for vision in (False, True):
+        pair = pair_of(vision=vision)
+        pair.on.prefill(pair.prompts(9, 140))
+        rotary = pair.on.model.model.language_model.model.layers[-2].self_attn.rotary_emb
+        assert not hasattr(rotary, "cos") and not hasattr(rotary, "sin")
+
+
+def test_all_layers_run_on_all_tokens_while_no_cache_is_allocated(pair):
+    layers = pair.on.layers
+    caches = {name: layer.kv_cache for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.kv_cache = torch.tensor([])
+        with rows_through(pair.on) as forwards:
+            pair.on.prefill(pair.prompts(5, 130))
+    finally:
+        for name, layer in layers.items():
+            layer.kv_cache = caches[name]
+    assert forwards == [[2 * 256] * 35]
+
+
+def test_each_reason_is_told_once(pair, caplog, monkeypatch):
+    from vllm import logger as vllm_logger
+    from vllm_gaudi.models import gemma4
+
+    vllm_logger._print_info_once.cache_clear()
+    monkeypatch.setattr(gemma4.logger, "propagate", True)
+    logging.getLogger("vllm_gaudi").propagate = True
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(gemma4.logger, "disabled", False)
+    (request,), _ = pair.on.prefill(pair.prompts(130))
+    for _ in range(3):
+        pair.on.extend(request, [1, 2, 3])
+    told = [r.getMessage() for r in caplog.records if "Fast prefill" in r.getMessage()]
+    assert len(told) == 1
+    assert "in the KV cache already" in told[0]
+
+
+def test_only_models_with_kv_shared_layers_are_changed(pair_of):
+    pair = pair_of(layers=6, shared=0)
+    assert not pair.on.model.model.language_model.model.fast_prefill_enabled
+    pair.assert_parity(pair.prompts(20, 140))
