@@ -110,7 +110,7 @@ def find(
         return _installed(environment)
     if environ.get("GAUDI_FIXES_ROOT"):
         return _open(Path(environ["GAUDI_FIXES_ROOT"]))
-    for interpreter in _interpreters(environ):
+    for interpreter in interpreters(environ):
         try:
             environment = probe(interpreter)
         except GraftError:
@@ -162,7 +162,7 @@ def _none_in(place: str) -> GraftError:
     )
 
 
-def _interpreters(environ: Mapping[str, str]) -> Iterator[Path]:
+def interpreters(environ: Mapping[str, str]) -> Iterator[Path]:
     """The interpreters to ask: the active virtual environment's, then every python3 on PATH, each once."""
     found = []
     if environ.get("VIRTUAL_ENV"):
