@@ -109,6 +109,8 @@ def plan(
             "pristine_sha256": sha256(data),
             "override_sha256": sha256(source),
             "merged_sha256": sha256(content),
+            # What `strip` needs to give the pristine text back, on the day of drift.
+            "insertions": [[i.what, i.start, i.end, i.replaced] for i in merged.insertions],
         }
     shadow = {path.name: path.read_bytes() for path in sorted(SHADOW.glob("*.py"))}
     manifest = {
