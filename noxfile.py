@@ -77,5 +77,25 @@ def release_session(command: str, release: str, doc: str) -> None:
     nox.session(name=f"{command}-{release}", reuse_venv=True, default=False)(run)
 
 
+SESSIONS = {
+    "merge": "Write the full copies for {tag} below vendor/releases.",
+    "install": "Put the full copies in the place of {tag}'s own modules; prints how to serve.",
+    "check": "Tell whether {tag}'s copies load; `python -m graft check` exits 0, 1 or 2 on it.",
+    "pin": "Write the hashes of {tag}'s pristine files into VERSIONS.toml.",
+    "export": "Make the patch for {tag} to send upstream.",
+}
 for _release in RELEASES:
-    release_session("merge", _release, "Write the full copies for {tag} below vendor/releases.")
+    for _command, _doc in SESSIONS.items():
+        release_session(_command, _release, _doc)
+
+
+@nox.session(reuse_venv=True, default=False)
+def uninstall(session: nox.Session) -> None:
+    """Take out of an environment all that an install wrote."""
+    graft(session, "uninstall")
+
+
+@nox.session(reuse_venv=True, default=False)
+def drift(session: nox.Session) -> None:
+    """Show what changed upstream around the fix, in every release and vLLM within reach."""
+    graft(session, "drift")

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from graft import copies
+from graft import check, copies, drift, export, install, pin
 from graft.errors import GraftError
 
-COMMANDS = (copies,)
+COMMANDS = (copies, install, check, drift, pin, export)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that a vLLM has the names the fix relies on, with the parameters it gives them; reads, never imports."""
+
+import ast
+import json
+import subprocess
+import tarfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from graft import copies
+from graft.errors import GraftError
+
+GEMMA4 = "vllm/model_executor/models/gemma4.py"
+ATTENTION = "vllm/model_executor/layers/attention/attention.py"
+
+# What the override sources take for granted beyond their imports: (file, class, names), each name with the
+# parameters that are given to it, or None for an attribute.
+RELIED_ON: tuple[tuple[str, str, Mapping[str, tuple[str, ...] | None]], ...] = (
+    (
+        GEMMA4,
+        "Gemma4Model",
+        {
+            # Defined again by the fix and called by the plugin's forward.
+            "fast_prefill_forward": ("input_ids", "positions", "inputs_embeds", "per_layer_inputs"),
+            "embed_input_ids": ("input_ids",),
+            "get_per_layer_inputs": ("input_ids",),
+            "project_per_layer_inputs": ("inputs_embeds", "per_layer_inputs"),
+            "fast_prefill_enabled": None,
+            "layers": None,
+            "config": None,
+        },
+    ),
+    (GEMMA4, "Gemma4DecoderLayer", {"self_attn": None}),
+    (GEMMA4, "Gemma4Attention", {"attn": None, "rotary_emb": None}),
+    (ATTENTION, "Attention", {"kv_cache": None, "kv_cache_dtype": None, "impl": None}),
+    ("vllm/config/vllm.py", "VllmConfig", {"model_config": None, "parallel_config": None, "lora_config": None}),
+    ("vllm/config/parallel.py", "ParallelConfig", {"pipeline_parallel_size": None}),
+    ("vllm/config/model.py", "ModelConfig", {"runner_type": None}),
+    ("vllm/forward_context.py", "ForwardContext", {"attn_metadata": None}),
+    ("vllm/logger.py", "_VllmLogger", {"info_once": ("msg",)}),
+)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name the fix relies on and how a vLLM has it. state: "same", "missing" or "signature"."""
+
+    file: str
+    symbol: str
+    state: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """The source files of a vLLM."""
+
+    path: Path
+    version: str | None
+    read: Callable[[str], str | None]
+
+
+def survey(vllm: Vllm) -> list[Name]:
+    """How a vLLM has each name the fix relies on."""
+    wanted: dict[str, list[tuple[str, tuple[str, ...] | None]]] = {}
+    for file, name in imports():
+        wanted.setdefault(file, []).append((name, None))
+    for file, owner, names in RELIED_ON:
+        wanted.setdefault(file, []).extend((f"{owner}.{name}", given) for name, given in names.items())
+    found = []
+    for file, symbols in wanted.items():
+        for symbol, given in dict(symbols).items():
+            found.append(_look(vllm, file, symbol, given))
+    return found
+
+
+def imports(overrides: Path = copies.OVERRIDES) -> list[tuple[str, str]]:
+    """What the override sources import from vLLM, as (file, name), each once."""
+    found = []
+    for file in copies.overridden(overrides):
+        for node in ast.walk(ast.parse((overrides / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                place = node.module.replace(".", "/") + ".py"
+                found += [(place, alias.name) for alias in node.names]
+    return list(dict.fromkeys(found))
+
+
+def _look(vllm: Vllm, file: str, symbol: str, given: tuple[str, ...] | None) -> Name:
+    text = vllm.read(file)
+    if text is None:
+        text = vllm.read(file.removesuffix(".py") + "/__init__.py")
+    if text is None:
+        return Name(file, symbol, "missing", "there is no such file")
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        return Name(file, symbol, "missing", f"the file does not parse ({error.msg})")
+    owner, _, name = symbol.rpartition(".")
+    if owner:
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
+        if not classes:
+            return Name(file, symbol, "missing", f"there is no class {owner}")
+        functions, names = _members(classes[-1])
+    else:
+        functions, names = _top(tree)
+    if name not in functions and name not in names:
+        return Name(file, symbol, "missing", "it is not there")
+    if given is None:
+        return Name(file, symbol, "same")
+    if name not in functions:
+        return Name(file, symbol, "signature", "it is no function")
+    arguments = functions[name].args
+    takes = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    lacking = [parameter for parameter in given if parameter not in takes]
+    if lacking:
+        detail = f"it has no parameter {', '.join(lacking)} (it takes {', '.join(takes)})"
+        return Name(file, symbol, "signature", detail)
+    return Name(file, symbol, "same")
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def _members(owner: ast.ClassDef) -> tuple[dict, set[str]]:
+    """The methods of a class, and the attributes that it or its methods give a value or a type."""
+    functions = {node.name: node for node in owner.body if isinstance(node, _FUNCTIONS)}
+    names = set()
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return functions, names
+
+
+def _top(tree: ast.Module) -> tuple[dict, set[str]]:
+    """The functions of a module, and all the names it binds at top level, in branches included."""
+    functions, names = {}, set()
+    blocks = [tree.body]
+    while blocks:
+        for node in blocks.pop():
+            if isinstance(node, _FUNCTIONS):
+                functions[node.name] = node
+            elif isinstance(node, ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.If | ast.Try):
+                blocks += [node.body, node.orelse, getattr(node, "finalbody", [])]
+            else:
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+                names |= {n.id for n in stored if isinstance(n.ctx, ast.Store)}
+    return functions, names
+
+
+def given(path: Path) -> Vllm:
+    """The vLLM in a site-packages folder, a checkout, a wheel or an sdist.
+
+    Raises:
+        GraftError: there is none there.
+    """
+    try:
+        if path.is_dir():
+            return _folder(path)
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                names = {name: name for name in archive.namelist()}
+                return _archive(path, names, lambda name: archive.read(name))
+        if path.is_file() and tarfile.is_tarfile(path):
+            with tarfile.open(path) as archive:
+                members = {m.name.partition("/")[2]: m for m in archive if m.isreg()}
+                return _archive(path, members, lambda member: archive.extractfile(member).read())
+    except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+        raise GraftError(f"{path} is damaged: {error}", "Download it again") from None
+    raise GraftError(f"{path} is no vLLM", "Give site-packages, a checkout, a wheel or an sdist with --vllm")
+
+
+def installed(python: Path) -> Vllm | None:
+    """The vLLM of an interpreter's environment, or None."""
+    code = (
+        "import importlib.util, json; spec = importlib.util.find_spec('vllm');"
+        "print(json.dumps(spec and list(spec.submodule_search_locations)))"
+    )
+    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True)
+    places = json.loads(done.stdout) if done.returncode == 0 else None
+    return _folder(Path(places[0]).parent) if places else None
+
+
+def _folder(path: Path) -> Vllm:
+    root = path.parent if path.name == "vllm" and (path / "__init__.py").is_file() else path
+    if not (root / "vllm" / "__init__.py").is_file():
+        raise GraftError(f"{path} holds no vllm package", "Give the folder that holds it with --vllm")
+
+    def read(name: str) -> str | None:
+        file = root / name
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    described = [*sorted(root.glob("vllm-*.dist-info/METADATA")), root / "PKG-INFO"]
+    texts = [file.read_text(encoding="utf-8") for file in described if file.is_file()]
+    return Vllm(path, _version(texts[0]) if texts else None, read)
+
+
+def _archive(path: Path, members: Mapping[str, object], extract: Callable) -> Vllm:
+    """Reads what is needed at once: a compressed archive is slow to go through again."""
+    files = {file for file, _ in imports()} | {file for file, _, _ in RELIED_ON}
+    files |= {file.removesuffix(".py") + "/__init__.py" for file in files}
+    texts = {name: extract(member).decode() for name, member in members.items() if name in files}
+    described = [name for name in members if name == "PKG-INFO" or name.endswith(".dist-info/METADATA")]
+    if not texts:
+        raise GraftError(f"{path} holds no vllm package", "Give a wheel or an sdist of vLLM with --vllm")
+    version = _version(extract(members[described[0]]).decode()) if described else None
+    return Vllm(path, version, texts.get)
+
+
+def _version(metadata: str) -> str | None:
+    for line in metadata.splitlines():
+        if line.startswith("Version: "):
+            return line.removeprefix("Version: ").split("+")[0]
+    return None
