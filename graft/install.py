@@ -16,7 +16,7 @@ from typing import Any
 
 from graft import copies, drift, releases, versions
 from graft.errors import Drift, GraftError
-from graft.place import SWITCHES, USERS, Place, contents, encode_users, record_name, same_place, users
+from graft.place import GUARD, SWITCHES, USERS, Place, contents, encode_users, record_name, same_place, users
 from graft.progress import Progress
 from graft.releases import Environment, Tree
 from graft.transaction import LEFTOVER, Transaction, locked, sweep
@@ -136,9 +136,15 @@ def install(plan: copies.Plan, place: Place, *, inside: bool, progress: Progress
             _write_all(plan, place, folder, inside, transaction)
         with progress.step("Proving it in a fresh interpreter"):
             prove(place, folder)
-    # Leaves the bytecode of the shadow behind, for environments that are read-only when they are used.
-    subprocess.run([place.environment.python, "-c", "pass"], capture_output=True)
+    _compile(place, folder)
     return folder / copies.NAME
+
+
+def _compile(place: Place, folder: Path) -> None:
+    """Leave the bytecode of what every start imports, for environments that are read-only when they are used."""
+    code = "import py_compile, sys; [py_compile.compile(file) for file in sys.argv[1:]]"
+    starts = [place.folder / GUARD, folder / copies.NAME / "__init__.py"]
+    subprocess.run([place.environment.python, "-I", "-S", "-B", "-c", code, *starts], capture_output=True)
 
 
 def _write_all(plan: copies.Plan, place: Place, folder: Path, inside: bool, transaction: Transaction) -> None:

@@ -129,7 +129,7 @@ def probe(python: Path) -> Environment:
     mend = "Give the path of a Python interpreter with --python"
     try:
         done = subprocess.run(
-            [python, "-I", "-c", _PROBE],
+            [python, "-I", "-B", "-c", _PROBE],
             capture_output=True,
             text=True,
             encoding="utf-8",

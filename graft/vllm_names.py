@@ -185,7 +185,7 @@ def installed(python: Path) -> Vllm | None:
         "import importlib.util, json; spec = importlib.util.find_spec('vllm');"
         "print(json.dumps(spec and list(spec.submodule_search_locations)))"
     )
-    done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True)
+    done = subprocess.run([python, "-I", "-B", "-c", code], capture_output=True, text=True)
     places = json.loads(done.stdout) if done.returncode == 0 else None
     return _folder(Path(places[0]).parent) if places else None
 
