@@ -9,18 +9,6 @@ from pathlib import Path
 
 import torch
 
-WINDOW = 512
-E2B = {
-    "layers": 35,
-    "shared": 20,
-    "every": 5,
-    "hidden": 1536,
-    "mlp": 6144,
-    "per_layer": 256,
-    "head": 256,
-    "full_head": 512,
-}
-
 
 def text_config(
     *,
@@ -175,7 +163,8 @@ def build(config, weights, *, fast_prefill: bool, vision: bool = False, dtype: s
 
     Args:
         config: what `text_config` returns.
-        weights: what `reference` returns for it, or a model that `build` returned, whose tensors are then shared.
+        weights: what `reference` returns for it, or a model that `build` returned, whose tensors are then shared, or
+            None to leave them as they come.
         fast_prefill: vLLM's flag.
         vision: build the vision tower as well; its rotary embedding is then the first the plugin finds.
         max_tokens: most tokens of a batch, padding included.
@@ -195,6 +184,6 @@ def build(config, weights, *, fast_prefill: bool, vision: bool = False, dtype: s
             model = HpuGemma4ForConditionalGeneration(vllm_config=settings).eval()
     if isinstance(weights, HpuGemma4ForConditionalGeneration):
         model.load_state_dict(weights.state_dict(), assign=True)
-    else:
+    elif weights is not None:
         model.language_model.load_weights(weights.state_dict().items())
     return model, settings

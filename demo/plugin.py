@@ -7,10 +7,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from graft import copies
 from graft.merge import merge
 
 STANDIN = Path(__file__).parent / "standin" / "vllm_gaudi"
-OVERRIDES = Path(__file__).parents[1] / "vendor" / "vllm_gaudi_overrides"
 VERSION = "0.0+standin"
 ENTRY_POINTS = "[vllm.platform_plugins]\nhpu = vllm_gaudi:register\n"
 
@@ -33,19 +33,18 @@ def make(folder: Path, *, fix: bool = True) -> Path:
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-gaudi\nVersion: {VERSION}\n")
     (facts / "entry_points.txt").write_text(ENTRY_POINTS)
     if fix:
-        for rel, merged in merged_files(folder).items():
-            (package / rel).write_text(merged, newline="")
+        for file, text in merged_files(folder).items():
+            (package / file).write_text(text)
     return folder
 
 
 def merged_files(folder: Path) -> dict[str, str]:
-    """Merge each override source into the file of the same name below `folder`, in memory, by a release's rules."""
+    """Merge the fix into the files below `folder`, in memory, by a release's rules; their texts by path."""
     merged = {}
-    for source in sorted(OVERRIDES.rglob("*.py")):
-        rel = source.relative_to(OVERRIDES).as_posix()
-        if rel != "merging.py":
-            pristine = (folder / "vllm_gaudi" / rel).read_text()
-            merged[rel] = merge(pristine, source.read_text(), name=rel, release="the stand-in").text
+    for file in copies.overridden():
+        pristine = (folder / "vllm_gaudi" / file).read_text()
+        override = (copies.OVERRIDES / file).read_text()
+        merged[file] = merge(pristine, override, name=file, release="the stand-in").text
     return merged
 
 

@@ -79,6 +79,16 @@ def test_local_keys_and_values_are_never_used(pair, monkeypatch):
     pair.assert_parity(pair.prompts(1, 150, 300), rows=4)
 
 
+def test_the_scale_of_the_scores_counts(pair, monkeypatch):
+    """Gemma 4's is 1, so another one is set here."""
+    for runner in (pair.off, pair.on):
+        for layer in runner.layers.values():
+            monkeypatch.setattr(layer.impl, "scale", 0.5)
+    prompts = pair.prompts(40, 300)
+    (_, logits), (_, fast_logits) = (runner.prefill(prompts) for runner in (pair.off, pair.on))
+    torch.testing.assert_close(fast_logits, logits, atol=5e-4, rtol=0)
+
+
 def test_bfloat16_is_no_further_from_the_exact_logits_than_with_the_flag_off(pair_of):
     pair = pair_of(dtype="bfloat16")
     prompts = pair.prompts(1, WINDOW, WINDOW + 1, 300)

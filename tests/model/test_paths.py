@@ -7,7 +7,9 @@ import pytest
 import torch
 from pairs import WINDOW, rows_through
 
+from demo import model
 from demo.model import reference_logits
+from demo.runner import Runner
 
 FIRST_SHARED = 15
 
@@ -32,6 +34,17 @@ def test_every_row_runs_every_layer_with_the_flag_off(pair):
     with rows_through(pair.off) as forwards:
         pair.off.prefill(pair.prompts(5, 300), rows=4)
     assert forwards == [[4 * 384] * 35]
+
+
+def test_no_value_of_a_tensor_is_looked_at(site):
+    """On meta tensors, which have shapes and no values, a synchronisation or a data-dependent shape is an error."""
+    config = model.text_config(max_len=768)
+    with torch.device("meta"):
+        runner = Runner(*model.build(config, None, fast_prefill=True))
+        with rows_through(runner) as forwards:
+            _, logits = runner.prefill([[1] * 300, [2] * 5], rows=4)
+    assert logits.shape == (2, config.vocab_size)
+    assert forwards == [[4 * 384] * FIRST_SHARED + [4] * 20]
 
 
 def test_decode_steps_run_every_layer(pair):

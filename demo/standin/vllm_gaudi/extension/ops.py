@@ -77,8 +77,9 @@ def decode_attention(
     per_block = torch.matmul(block_mapping.to(query.dtype), (scale * query).flatten(1)).view(-1, *query.shape[1:])
     scores = torch.einsum("nkgd,nskd->nkgs", _grouped(per_block, kv_heads), keys).float()
     scores += block_bias[:, None, None, :]
-    best = scores.new_full((batch + 1, *scores.shape[1:3]), -1e30)
-    best.index_reduce_(0, block_groups, scores.amax(-1), "amax")
+    owned = block_mapping.bool()[:, :, None, None]
+    best = torch.where(owned, scores.amax(-1).unsqueeze(1), -1e30).amax(0)
+    best = torch.cat((best, torch.zeros_like(best[:1])))  # for the padding blocks
     weights = torch.exp(scores - best[block_groups].unsqueeze(-1))
     total = torch.zeros_like(best).index_add_(0, block_groups, weights.sum(-1))
     parts = torch.einsum("nkgs,nskd->nkgd", weights.to(values.dtype), values).float()
