@@ -62,6 +62,17 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True, default=False)
+def engine(session: nox.Session) -> None:
+    """Serve a small Gemma 4 with the real plugin on the CPU, flag off and on: `-- --source PATH`."""
+    chosen = session.posargs[session.posargs.index("--release") + 1] if "--release" in session.posargs else "0.26"
+    install_vllm(session, RELEASES[chosen]["vllm"])
+    session.install(*TOOL, *group("engine"))
+    # Without their own requirements: torchvision wants another torch, vLLM another transformers.
+    session.install("--no-deps", *group(f"engine-{chosen}"))
+    session.run("python", "-m", "engine", *session.posargs)
+
+
+@nox.session(reuse_venv=True, default=False)
 def faults(session: nox.Session) -> None:
     """Put ten faults into the fix, one at a time, and see the tests catch each."""
     install_vllm(session, RELEASES["0.30"]["vllm"])

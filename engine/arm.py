@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run arms of cases, each in a fork of this process, and write what they did.
+
+`python -m engine.arm`, with the bridge, the plugin and this repository on PYTHONPATH, imports vLLM
+and the plugin once. Then for each line of standard input, a JSON object {case, flag, model, out,
+environ}, it forks, serves the case, writes `out`/result.json and logits.npz, and answers with a
+line: the exit status.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+from engine.cases import BY_NAME
+
+SETTINGS = dict(
+    dtype="float32",
+    enforce_eager=True,
+    max_model_len=1024,
+    max_num_seqs=4,
+    max_num_batched_tokens=1024,
+    enable_prefix_caching=False,
+    async_scheduling=False,
+    num_gpu_blocks_override=48,
+    seed=0,
+    disable_log_stats=True,
+)
+NO_MEDIA = {"image": 0, "audio": 0, "video": 0}
+
+
+class Engine:
+    """vLLM's offline engine on the test model; keeps the tokens of every answer, in order."""
+
+    def __init__(self, case, model, flag):
+        from vllm import LLM
+
+        settings = {**SETTINGS, **case.settings}
+        if case.text_only:
+            settings["limit_mm_per_prompt"] = NO_MEDIA
+        self.model = str(model)
+        self.answers: list[list[int]] = []
+        self.llm = LLM(self.model, kv_sharing_fast_prefill=flag, **settings)
+
+    def greedy(self, prompts, max_tokens=8, images=None, adapters=None, **sampling):
+        """Serve `prompts` (token ids) in one batch of requests."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        requests = [{"prompt_token_ids": tokens} for tokens in prompts]
+        for request, image in zip(requests, images or (), strict=False):
+            request["multi_modal_data"] = {"image": image}
+        lora = None
+        if adapters:
+            adapter = LoRARequest("adapter", 1, f"{self.model}/lora")
+            lora = [adapter if wanted else None for wanted in adapters]
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling)
+        outputs = self.llm.generate(requests, params, use_tqdm=False, lora_request=lora)
+        self.answers += [list(output.outputs[0].token_ids) for output in outputs]
+
+    def collect(self):
+        """(forwards, logits, cache digests) of the first rank."""
+        from engine import probe
+
+        return self.llm.collective_rpc(probe.collect)[0]
+
+
+def run(case, model, flag):
+    """({answers, forwards, caches, seconds, error}, logits per forward)."""
+    result = {"answers": [], "forwards": [], "caches": [], "error": None, "stage": "start"}
+    logits, engine = [], None
+    begun = time.monotonic()
+    try:
+        engine = Engine(case, model, flag)
+        result["stage"] = "work"
+        case.work(engine)
+        result["stage"] = "done"
+    except Exception as error:  # the plugin's own faults are results here
+        result["error"] = f"{type(error).__name__}: {error}".strip().rstrip(":")
+        result["traceback"] = traceback.format_exc()
+    if engine is not None:
+        result["answers"] = engine.answers
+        result["forwards"], logits, result["caches"] = engine.collect()
+    result["seconds"] = time.monotonic() - begun
+    return result, logits
+
+
+def preload():
+    """Import all that every arm needs, and read no setting that a case may change."""
+    import vllm  # noqa: F401
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    from vllm import LLM  # noqa: F401
+    from vllm.lora.request import LoRARequest  # noqa: F401
+    from vllm_gaudi.extension import runtime
+
+    if runtime.RUNTIME_CONFIG is not None:
+        raise RuntimeError("the plugin reads its settings while it is imported: do not fork")
+    gc.collect()
+    gc.freeze()  # the plugin collects often; what the imports made need not be walked each time
+
+
+def arm(job):
+    """One arm, in the process it is given."""
+    os.environ.update(job["environ"])
+    out = Path(job["out"])
+    log = os.open(out / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(out)
+    result, logits = run(BY_NAME[job["case"]], job["model"], job["flag"])
+    np.savez(out / "logits.npz", *logits)
+    (out / "result.json").write_text(json.dumps(result))
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    preload()
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                arm(job)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)  # no exit handlers: they belong to the parent
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), file=answers)
+
+
+if __name__ == "__main__":
+    main()

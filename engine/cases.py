@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of the engine table: what is served, with which settings, and the path it must take."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.kinds import ALL, CONTEXT, DECODE, FAST, MERGED, PROMPT
+from engine.words import SPECIAL_TOKENS, prompt
+
+WINDOW = 128
+
+FIRST_PROMPTS = {PROMPT: FAST, DECODE: ALL}
+WITH_CONTEXT = {PROMPT: FAST, CONTEXT: ALL, DECODE: ALL}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run of a case: which plugin, the flag or not."""
+
+    fixed: bool
+    flag: bool
+
+
+STOCK = Arm(fixed=False, flag=False)
+FIXED = Arm(fixed=True, flag=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`work` is served by two engines that differ in plugin and flag; the results must be equal.
+
+    `paths` names each kind of forward that must occur in the second run, and the rows its KV-shared
+    layers must see. `stock_fault` is what the first run is known to fail with: then the second may
+    fail likewise. `refusal` is what the second must fail with.
+    """
+
+    name: str
+    promise: str
+    work: Callable
+    paths: dict[str, str] = field(default_factory=lambda: FIRST_PROMPTS)
+    settings: dict = field(default_factory=dict)  # of vllm.LLM, over engine.arm.SETTINGS
+    environ: dict[str, str] = field(default_factory=dict)
+    text_only: bool = True
+    first: Arm = STOCK
+    second: Arm = FIXED
+    stock_fault: str = ""
+    refusal: str = ""
+    tolerance: float = 1e-4  # of a sampled logit, which lies in (-30, 30)
+    quick: bool = False
+
+
+# What is served. `engine` is an engine.arm.Engine.
+
+
+def several_lengths(engine):
+    edges = [1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 3 * WINDOW + 17, 5 * WINDOW - 1]
+    engine.greedy([prompt(n) for n in edges], max_tokens=16)
+
+
+def a_mixed_batch(engine):
+    engine.greedy([prompt(n) for n in (1, 77, WINDOW, WINDOW + 1, 300)], max_tokens=16)
+
+
+def one_long_answer(engine):
+    engine.greedy([prompt(3 * WINDOW + 17)], max_tokens=64)
+
+
+def shared_prefixes(engine):
+    start = prompt(2 * WINDOW + 40)
+    engine.greedy([start])
+    engine.greedy([start])
+    engine.greedy([start + prompt(n, seed=n)[1:] for n in (2, 60, 200)])
+
+
+def long_prompts(engine):
+    engine.greedy([prompt(n) for n in (WINDOW, 3 * WINDOW + 17, 4 * WINDOW, 40)], max_tokens=12)
+
+
+def more_than_fits(engine):
+    engine.greedy([prompt(n) for n in (120, 125, 100, 127)], max_tokens=40)
+
+
+def a_choice(engine):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    words = StructuredOutputsParams(choice=["t10 t20 t30", "t11 t21", "t12"])
+    engine.greedy([prompt(n) for n in (50, 140)], structured_outputs=words)
+    engine.greedy([prompt(70)])
+
+
+def an_image(engine):
+    from PIL import Image
+
+    picture = Image.new("RGB", (96, 64))
+    picture.putdata([(x * 2, y * 3, (x * y) % 256) for y in range(64) for x in range(96)])
+    tokens = [*prompt(30), SPECIAL_TOKENS["<|image|>"], *prompt(60)[1:]]
+    engine.greedy([tokens], images=[picture])
+    engine.greedy([prompt(150)])
+
+
+def with_and_without_adapter(engine):
+    engine.greedy([prompt(n) for n in (60, 140)], adapters=[True, False])
+
+
+def without_adapter(engine):
+    engine.greedy([prompt(n) for n in (60, 140)])
+
+
+def repetitions(engine):
+    phrase = prompt(12)[1:]
+    engine.greedy([[2, *phrase * 8], [2, *phrase * 13]], max_tokens=24)
+
+
+def prompt_logprobs(engine):
+    engine.greedy([prompt(40)], prompt_logprobs=3)
+
+
+CAP_8 = {"VLLM_PROMPT_BS_BUCKET_MAX": "8"}
+WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 4096}
+CHUNKS = {"max_num_batched_tokens": 128}
+
+CASES = (
+    Case(
+        "lengths",
+        "prompts of 1 token, around the window, and of several windows",
+        several_lengths,
+        settings={"max_num_batched_tokens": 2048},
+        quick=True,
+    ),
+    Case("answer", "64 tokens after one prompt", one_long_answer),
+    Case(
+        "batch",
+        "batch cap 8: padding rows and mixed lengths in one forward",
+        a_mixed_batch,
+        settings=WIDE,
+        environ=CAP_8,
+        quick=True,
+    ),
+    Case(
+        "full-batch",
+        "batch cap 8, every row full: query length equals padded length",
+        lambda engine: engine.greedy([prompt(256, seed) for seed in range(8)]),
+        settings=WIDE,
+        environ=CAP_8,
+    ),
+    Case(
+        "prefix",
+        "prefix-cache hits, whole and in part",
+        shared_prefixes,
+        WITH_CONTEXT,
+        settings={"enable_prefix_caching": True},
+        quick=True,
+    ),
+    Case(
+        "chunks",
+        "chunked prefill: first, middle and last chunks",
+        long_prompts,
+        WITH_CONTEXT,
+        settings=CHUNKS,
+        quick=True,
+    ),
+    Case(
+        "chunks-async",
+        "chunked prefill under async scheduling: one discarded row per chunk",
+        long_prompts,
+        WITH_CONTEXT,
+        settings={**CHUNKS, "async_scheduling": True},
+    ),
+    Case(
+        "preemption",
+        "preempted and resumed: only the last row of what is run again is sampled",
+        more_than_fits,
+        settings={"num_gpu_blocks_override": 7},
+    ),
+    Case(
+        "async",
+        "async scheduling",
+        a_mixed_batch,
+        settings={"async_scheduling": True},
+    ),
+    Case("structured", "structured output: a choice of answers", a_choice),
+    Case(
+        "image",
+        "an image prompt, then a text prompt, through the multimodal path",
+        an_image,
+        text_only=False,
+        quick=True,
+    ),
+    Case(
+        "lora",
+        "LoRA: one request with an adapter, one without",
+        with_and_without_adapter,
+        {PROMPT: ALL, DECODE: ALL},
+        settings={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
+        quick=True,
+    ),
+    Case(
+        "lora-idle",
+        "LoRA enabled, no request uses it",
+        without_adapter,
+        {PROMPT: ALL, DECODE: ALL},
+        settings={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
+    ),
+    Case(
+        "merged-one",
+        "merged prefill, one prompt at a time",
+        one_long_answer,
+        {MERGED: ALL, DECODE: ALL},
+        environ={"VLLM_MERGED_PREFILL": "true"},
+    ),
+    Case(
+        "merged-many",
+        "merged prefill, several prompts in one row",
+        a_mixed_batch,
+        {MERGED: ALL, DECODE: ALL},
+        environ={"VLLM_MERGED_PREFILL": "true", **CAP_8},
+        settings=WIDE,
+    ),
+    Case(
+        "contiguous",
+        "contiguous paged attention on",
+        a_mixed_batch,
+        environ={"VLLM_CONTIGUOUS_PA": "true"},
+    ),
+    Case(
+        "scattered",
+        "contiguous paged attention off",
+        a_mixed_batch,
+        environ={"VLLM_CONTIGUOUS_PA": "false"},
+    ),
+    Case(
+        "ngram",
+        "n-gram speculation: decode forwards with several rows, all needed",
+        repetitions,
+        settings={
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+            }
+        },
+    ),
+    Case(
+        "warm-up",
+        "warm-up, then prompts",
+        a_mixed_batch,
+        environ={"VLLM_SKIP_WARMUP": "false"},
+        settings={"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 2},
+    ),
+    Case(
+        "lazy",
+        "lazy mode, HPU graphs wrapped around the model",
+        a_mixed_batch,
+        environ={"PT_HPU_LAZY_MODE": "1"},
+        settings={"enforce_eager": False},
+    ),
+    Case(
+        "compiled",
+        "regional compilation of the layers",
+        a_mixed_batch,
+        settings={"enforce_eager": False},
+    ),
+    Case(
+        "two-ranks",
+        "tensor parallel over two ranks",
+        a_mixed_batch,
+        settings={"tensor_parallel_size": 2},
+        tolerance=2e-4,
+    ),
+    Case(
+        "prompt-logprobs",
+        "prompt logprobs asked for offline",
+        prompt_logprobs,
+        {PROMPT: ALL, DECODE: ALL},
+    ),
+    Case(
+        "flag-off",
+        "the fix installed, the flag off: bit for bit the stock plugin",
+        a_mixed_batch,
+        {PROMPT: ALL, DECODE: ALL},
+        second=Arm(fixed=True, flag=False),
+        tolerance=0.0,
+        quick=True,
+    ),
+    Case(
+        "stock-flag",
+        "why the fix exists: the stock plugin with the flag fails on the first prompt",
+        a_mixed_batch,
+        second=Arm(fixed=False, flag=True),
+        refusal="AssertionError",
+        quick=True,
+    ),
+)
+
+BY_NAME = {case.name: case for case in CASES}

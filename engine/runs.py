@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run arms in processes of their own: per thread, plugin and mode one engine.arm that forks for each."""
+
+import json
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from engine import plugin
+from engine.cases import Arm, Case
+from engine.compare import Run
+
+ARM_SECONDS = 900
+# Read while the plugin is imported, so a process serves one value of them.
+AT_IMPORT = ("PT_HPU_LAZY_MODE",)
+
+
+@dataclass
+class Runs:
+    """The plugin trees, the interpreter that holds vLLM, the test model, a scratch folder.
+
+    As a context manager it ends the processes it has started.
+    """
+
+    trees: plugin.Trees
+    python: Path
+    model: Path
+    scratch: Path
+    _started: dict[tuple, subprocess.Popen] = field(default_factory=dict)
+
+    def __enter__(self) -> "Runs":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for process in self._started.values():
+            process.stdin.close()
+        for process in self._started.values():
+            process.wait(30)
+
+    def run(self, case: Case, arm: Arm) -> Run:
+        """Serve one arm of a case. Never raises for what the plugin does: a run may hold an error."""
+        out = Path(tempfile.mkdtemp(prefix=f"{case.name}-", dir=self.scratch))
+        job = {
+            "case": case.name,
+            "flag": arm.flag,
+            "model": str(self.model),
+            "out": str(out),
+            "environ": case.environ,
+        }
+        begun = time.monotonic()
+        status = self._serve(job, arm.fixed, case.environ)
+        if not (out / "result.json").exists():
+            lines = (out / "log").read_text(errors="replace") if (out / "log").exists() else ""
+            error = f"{status}: {' '.join(lines.strip().splitlines()[-1:])}"
+            result = {"error": error, "forwards": [], "answers": [], "caches": []}
+            return Run({**result, "seconds": time.monotonic() - begun}, [])
+        with np.load(out / "logits.npz") as logits:
+            rows = [logits[name] for name in logits.files]
+        return Run(json.loads((out / "result.json").read_text()), rows)
+
+    def _serve(self, job: dict, fixed: bool, environ: Mapping[str, str]) -> str:
+        """Have a process fork for `job`; how that ended, in words."""
+        at_import = {name: environ[name] for name in AT_IMPORT if name in environ}
+        key = (threading.get_ident(), fixed, *sorted(at_import.items()))
+        process = self._started.get(key)
+        if process is None or process.poll() is not None:
+            process = self._started[key] = self._start(fixed, at_import)
+        timer = threading.Timer(ARM_SECONDS, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline().strip()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            timer.cancel()
+        if answer:
+            return f"the run ended with status {answer}"
+        return f"the process ended, or gave no result in {ARM_SECONDS} s"
+
+    def _start(self, fixed: bool, at_import: Mapping[str, str]) -> subprocess.Popen:
+        environ = plugin.environ(self.trees, fixed=fixed, scratch=self.scratch, extra=at_import)
+        with (self.scratch / "imports.log").open("a") as log:
+            return subprocess.Popen(
+                [self.python, "-m", "engine.arm"],
+                env=environ,
+                cwd=self.scratch,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
