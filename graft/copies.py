@@ -65,8 +65,9 @@ def folder(release: Release) -> Path:
     return COPIES / release.tag
 
 
-def overridden(overrides: Path = OVERRIDES) -> tuple[str, ...]:
+def overridden(overrides: Path | None = None) -> tuple[str, ...]:
     """The files below vllm_gaudi that have an override source, as posix paths."""
+    overrides = overrides or OVERRIDES
     found = (path.relative_to(overrides).as_posix() for path in overrides.rglob("*.py"))
     return tuple(sorted(file for file in found if file not in _NOT_MERGED))
 
@@ -79,18 +80,20 @@ def plan(
     release: Release,
     tree: Tree,
     *,
-    overrides: Path = OVERRIDES,
+    overrides: Path | None = None,
     allow_drift: bool = False,
 ) -> Plan:
     """Merge every override source into the tree's file of the same path. Nothing is written.
 
     Args:
+        overrides: the folder of the override sources; this project's unless given.
         allow_drift: go by the anchors where a pinned file has another hash.
     Raises:
         Drift: the tree is another release's, a pinned file differs, or an override cannot be merged.
         GraftError: a file is missing, or VERSIONS.toml does not name it.
     """
     check_release(release, tree)
+    overrides = overrides or OVERRIDES
     files, modules, contents = [], {}, {}
     read = {file: tree.read(file) for file in overridden(overrides)}
     if not read:

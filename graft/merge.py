@@ -5,6 +5,7 @@ The rules are in docs/merge.md. Places are found in the syntax tree, and text is
 """
 
 import builtins
+import dataclasses
 import hashlib
 import sys
 import warnings
@@ -18,6 +19,7 @@ from graft.errors import Drift
 from graft.override import Extension, Import, ImportedName, Piece
 from graft.source import Source, docstring, kind, names, parameters, statements
 
+_DEFINITION = (cst.FunctionDef, cst.ClassDef)
 _HELD = "is there already, as the fix has it"
 _GIVEN = {*dir(builtins), "__class__", "__file__", "__path__", "__annotations__"}
 
@@ -179,7 +181,7 @@ def _definitions(block: cst.Module | cst.IndentedBlock) -> dict[str, list[cst.CS
     """The functions, classes and assignments to one name that stand directly in a block."""
     found: dict[str, list[cst.CSTNode]] = {}
     for statement in block.body:
-        if isinstance(statement, cst.FunctionDef | cst.ClassDef):
+        if isinstance(statement, _DEFINITION):
             found.setdefault(statement.name.value, []).append(statement)
         elif isinstance(statement, cst.SimpleStatementLine):
             name = overrides.assigned(statement)
@@ -301,16 +303,21 @@ class _Survey:
 
     def _defined(self, piece: Piece, node: cst.CSTNode | None) -> None:
         detail = "is defined already: upstream may have its own fix"
-        if node is not None and fingerprint(self.upstream.definition(node)) == fingerprint(
-            "\n".join(piece.lines[piece.comments :])
-        ):
+        if node is not None and self._is_ours(piece, node):
             detail = _HELD
         self._note("defined-upstream", piece.name, detail)
+
+    def _is_ours(self, piece: Piece, node: cst.CSTNode) -> bool:
+        """Whether the upstream definition is the very one that the override has."""
+        own = "\n".join(piece.lines[piece.comments :])
+        return fingerprint(self.upstream.definition(node)) == fingerprint(own)
 
     def _why_not_replace(self, piece: Piece, node: cst.FunctionDef) -> Finding | None:
         found = fingerprint(self.upstream.definition(node))
         if found == piece.fingerprint:
             return None
+        if self._is_ours(piece, node):
+            return Finding("defined-upstream", piece.name, _HELD)
         detail = f"is not what the fix replaces (its fingerprint is {found})"
         return Finding("changed", piece.name, detail)
 
@@ -399,7 +406,8 @@ class _Survey:
         return piece.names.eager - (piece.names.annotating if has_annotations else frozenset())
 
     def _append(self, pieces: Sequence[Piece], node: cst.ClassDef) -> None:
-        at = self.upstream.ends[self.upstream.last_line(node) - 1]
+        """Add members to a class, above the comments that end it."""
+        at = self.upstream.ends[self.upstream.last_line(node.body.body[-1]) - 1]
         indent = self.upstream.indent(node.body)
         after_function = isinstance(node.body.body[-1], cst.FunctionDef)
         for piece in pieces:
@@ -416,16 +424,19 @@ class _Survey:
             self.added.append((piece, anchor))
 
     def _place_added(self) -> None:
-        groups: dict[tuple[int, bool], list[Piece]] = {}
-        nodes: dict[int, cst.CSTNode] = {}
+        """Below the upstream definition that a piece follows; else above its first user; else with the piece it
+        follows, or at the end."""
+        places: dict[tuple[int, bool], tuple[cst.CSTNode, list[Piece]]] = {}
+        last = (self.upstream.module.body[-1], False)
         for piece, anchor in self.added:
             user = None if anchor else self._first_user(piece, {piece.name})
-            node = anchor or user or self.upstream.module.body[-1]
+            if anchor or user:
+                last = (anchor or user, user is not None)
+            node, is_above = last
             self.inserted.append((piece, node))
-            nodes[id(node)] = node
-            groups.setdefault((id(node), user is not None), []).append(piece)
-        for (key, is_before), pieces in groups.items():
-            (self._add_before if is_before else self._add_after)(pieces, nodes[key])
+            places.setdefault((id(node), is_above), (node, []))[1].append(piece)
+        for (_, is_above), (node, pieces) in places.items():
+            (self._add_above if is_above else self._add_below)(pieces, node)
 
     def _first_user(self, piece: Piece, seen: set[str]) -> cst.CSTNode | None:
         """The first upstream statement that gets, or stands beside, code which uses a new name."""
@@ -436,30 +447,36 @@ class _Survey:
         placed = [node for node in users if node is not None]
         return min(placed, key=self.upstream.first_line, default=None)
 
-    def _add_after(self, pieces: Sequence[Piece], node: cst.CSTNode) -> None:
+    def _add_below(self, pieces: Sequence[Piece], node: cst.CSTNode, *, apart: bool = False) -> None:
+        """Add pieces below an upstream statement. apart: they belong to the definition that follows it."""
         last = self.upstream.last_line(node)
         at = self.upstream.ends[last - 1]
         below = self.upstream.blanks_below(last)
-        after_block = not isinstance(node, cst.SimpleStatementLine)
+        after_block = isinstance(node, _DEFINITION)
         for piece in pieces:
-            gap = 2 if piece.is_function or after_block else min(piece.gap, 2)
+            gap = min(piece.gap, 2)
+            if piece.is_function or after_block:
+                gap = 2
+            elif apart and piece is pieces[0]:
+                gap = 1
             text = self.newline * (1 + gap) + self._code(piece, "")
-            if piece is pieces[-1] and piece.is_function and below is not None:
-                text += self.newline * max(2 - below, 0)
+            if piece is pieces[-1] and below is not None:
+                text += self.newline * max((2 if piece.is_function else int(apart)) - below, 0)
             self._add_edit(piece, at, text)
             after_block = piece.is_function
 
-    def _add_before(self, pieces: Sequence[Piece], node: cst.CSTNode) -> None:
-        line = self.upstream.comment_line(node, attached=True)
-        at = self.upstream.starts[line - 1]
-        above = self.upstream.blanks_above(line)
+    def _add_above(self, pieces: Sequence[Piece], node: cst.CSTNode) -> None:
+        """Add pieces above an upstream definition and its comments: below what stands there."""
+        body = list(self.upstream.module.body)
+        number = next(number for number, statement in enumerate(body) if statement is node)
+        if number:
+            self._add_below(pieces, body[number - 1], apart=True)
+            return
+        at = self.upstream.starts[self.upstream.comment_line(node, attached=True) - 1]
         for piece, follower in zip(pieces, [*pieces[1:], None], strict=True):
-            text = self._code(piece, "")
-            if piece is pieces[0] and line > above + 1:
-                text = self.newline * max((2 if piece.is_function else 1) - above, 0) + text
             one_line = follower and not (piece.is_function or follower.is_function)
             gap = min(follower.gap, 2) if one_line else 2
-            self._add_edit(piece, at, text + self.newline * (1 + gap))
+            self._add_edit(piece, at, self._code(piece, "") + self.newline * (1 + gap))
 
     def _add_edit(self, piece: Piece, at: int, text: str) -> None:
         defines = frozenset({piece.name})
@@ -469,7 +486,7 @@ class _Survey:
 
     def _imports(self) -> list[_Edit]:
         needed = set().union(*(piece.names.free for piece, _ in self.inserted))
-        edits = []
+        beside, first = [], []
         for statement in self.override.imports:
             lacking = []
             for name in statement.names:
@@ -479,8 +496,37 @@ class _Survey:
                     has = [h for found, _ in self.imports for h in found.names if h.is_same(name)]
                     lacking += [] if has else [name]
             if lacking:
-                edits.append(self._import_edit(statement, lacking))
-        return edits
+                lines = statement.lines
+                if len(lacking) < len(statement.names):
+                    lines = [name.statement for name in lacking]
+                bound = [name.bound for name in lacking]
+                what = f"import of {', '.join(bound)}"
+                edit = _Edit(what, 0, 0, self.newline.join(lines), frozenset(bound))
+                neighbour = _neighbour(statement, self._import_block())
+                if neighbour is None:
+                    first.append(edit)
+                else:
+                    beside.append(self._below(neighbour, edit, 0))
+        return beside + self._first_imports(first)
+
+    def _below(self, node: cst.SimpleStatementLine, edit: _Edit, gap: int) -> _Edit:
+        at = self.upstream.ends[self.upstream.last_line(node) - 1]
+        text = self.newline * (1 + gap) + edit.text
+        return dataclasses.replace(edit, start=at, end=at, text=text)
+
+    def _first_imports(self, edits: Sequence[_Edit]) -> list[_Edit]:
+        """Imports for a file that has none: below its docstring and what it has from __future__, or at its top."""
+        futures = [line for found, line in self.imports if found.module == "__future__"]
+        head = (futures or [docstring(self.upstream.module)])[-1]
+        if head is not None:
+            return [self._below(head, edit, 0 if number else 1) for number, edit in enumerate(edits)]
+        top = self.upstream.comment_line(self.upstream.module.body[0], attached=True)
+        at = self.upstream.starts[top - 1]
+        ends = [self.newline * (3 if edit is edits[-1] else 1) for edit in edits]
+        return [
+            dataclasses.replace(edit, start=at, end=at, text=edit.text + end)
+            for edit, end in zip(edits, ends, strict=True)
+        ]
 
     def _upstream_imports(self) -> list[tuple[Import, cst.SimpleStatementLine]]:
         """The imports that are always run, with the lines they stand on."""
@@ -501,28 +547,9 @@ class _Survey:
                 return True
         return False
 
-    def _import_edit(self, statement: Import, lacking: list[ImportedName]) -> _Edit:
-        lines = list(statement.lines)
-        if len(lacking) < len(statement.names):
-            lines = [name.statement for name in lacking]
-        code = self.newline.join(lines)
-        what = f"import of {', '.join(name.bound for name in lacking)}"
-        bound = frozenset(name.bound for name in lacking)
-        gap = 0
-        beside = _neighbour(statement, self._import_block())
-        if beside is None:
-            futures = [line for found, line in self.imports if found.module == "__future__"]
-            beside, gap = (futures or [docstring(self.upstream.module)])[-1], 1
-        if beside is not None:
-            at = self.upstream.ends[self.upstream.last_line(beside) - 1]
-            return _Edit(what, at, at, self.newline * (1 + gap) + code, bound)
-        first = self.upstream.module.body[0]
-        at = self.upstream.starts[self.upstream.comment_line(first, attached=True) - 1]
-        return _Edit(what, at, at, code + self.newline * 3, bound)
-
     def _import_block(self) -> list[tuple[Import, cst.SimpleStatementLine]]:
         """The imports above the first class or function, but those from __future__."""
-        blocks = [node for node in self.upstream.module.body if not _is_line(node)]
+        blocks = [node for node in self.upstream.module.body if isinstance(node, _DEFINITION)]
         end = self.upstream.first_line(blocks[0]) if blocks else len(self.upstream.ends) + 1
         return [
             (found, line)
@@ -552,10 +579,6 @@ class _Survey:
                 users.setdefault(name, piece.name)
         for name, user in users.items():
             self._note("missing", name, f"is not defined there, and {user} needs it")
-
-
-def _is_line(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.SimpleStatementLine)
 
 
 def _neighbour(

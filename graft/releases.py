@@ -255,7 +255,7 @@ def _archive(kind: str, path: Path, sizes: Mapping[str, int], read_member: Calla
         for name in sizes
         if name.endswith(marker) and name.removesuffix(marker).count("/") <= depth
     ]
-    roots = [root for root in roots if root == "" or (root.endswith("/") and ".." not in root)]
+    roots = [root for root in roots if root == "" or (root.endswith("/") and root[0] != "/" and ".." not in root)]
     if len(roots) != 1:
         raise GraftError(f"{path} holds no vllm_gaudi package", "Give a wheel or an sdist of vllm-gaudi with --source")
     root = roots[0]

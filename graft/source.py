@@ -188,8 +188,9 @@ def names(node: Statement) -> Names:
     """The names of a statement that stands by itself; the local ones are those of a function definition."""
     wrapper = MetadataWrapper(cst.Module([node]), unsafe_skip_copy=True)
     scopes = {scope for scope in wrapper.resolve(ScopeProvider).values() if scope is not None}
-    captures = _captures(node)
-    free, eager, evaluated, local, own = set(), set(), set(), set(captures), set(captures)
+    bound = _bound_elsewhere(node)
+    keys = {pattern.key for pattern in m.findall(node, m.MatchKeywordElement())}
+    free, eager, evaluated, local, own = set(), set(), set(), set(bound), set(bound)
     for scope in scopes:
         is_own = isinstance(scope, FunctionScope) and scope.node is node
         if is_own:
@@ -199,7 +200,9 @@ def names(node: Statement) -> Names:
                 if not isinstance(getattr(assignment, "node", None), cst.Param):
                     local.add(root)
         for access in scope.accesses:
-            found = _roots(access.node) - captures
+            if access.node in keys:
+                continue
+            found = _roots(access.node) - bound
             inside = [
                 referent.scope
                 for referent in access.referents
@@ -212,7 +215,6 @@ def names(node: Statement) -> Names:
                     evaluated |= set() if access.is_annotation else found
             if is_own or not inside or any(scope.node is node for scope in inside):
                 own |= found
-    local |= {walrus.target.value for walrus in m.findall(node, m.NamedExpr(target=m.Name()))}
     declared = {item.name.value for statement in m.findall(node, m.Global() | m.Nonlocal()) for item in statement.names}
     return Names(
         free=frozenset(free),
@@ -233,14 +235,12 @@ def _is_deferred(scope: Scope) -> bool:
     return False
 
 
-def _captures(node: cst.CSTNode) -> set[str]:
-    """The names that `case` patterns bind, which LibCST's scopes take for names that are read."""
-    found = set()
-    for pattern in m.findall(node, m.MatchAs() | m.MatchStar() | m.MatchMapping()):
-        name = pattern.rest if isinstance(pattern, cst.MatchMapping) else pattern.name
-        if name is not None:
-            found.add(name.value)
-    return found
+def _bound_elsewhere(node: cst.CSTNode) -> set[str]:
+    """The names bound by `case` patterns and by `:=`, which LibCST's scopes miss or misplace."""
+    found = [walrus.target for walrus in m.findall(node, m.NamedExpr(target=m.Name()))]
+    found += [pattern.name for pattern in m.findall(node, m.MatchAs() | m.MatchStar())]
+    found += [pattern.rest for pattern in m.findall(node, m.MatchMapping())]
+    return {name.value for name in found if name is not None}
 
 
 def _roots(node: cst.CSTNode) -> set[str]:
