@@ -99,7 +99,7 @@ class Environment:
     def starts_silently(self) -> bool:
         """Whether a plain interpreter start says nothing and succeeds, in any of its modes."""
         for options in ([], ["-I"], ["-W", "error", "-X", "dev"]):
-            answer = self.run(*options, "-c", "pass", check=False)
+            answer = self.run("-B", *options, "-c", "pass", check=False)
             if (answer.returncode, answer.stdout, answer.stderr) != (0, "", ""):
                 return False
         return True
@@ -153,6 +153,111 @@ def plain_tree(root: Path) -> Path:
         text += '\n\nif __name__ == "__main__":\n    print(ORIGIN)\n'
         (package / file).write_text(text)
     return root
+
+
+GEMMA4 = '''# SPDX-License-Identifier: Apache-2.0
+"""A stand-in with the names that the fix meets, and nothing behind them."""
+
+import torch
+import torch.nn as nn
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.model_executor.models.gemma4 import (
+    Gemma4Model as UpstreamGemma4Model, )
+
+logger = init_logger(__name__)
+EDITION = 1
+
+
+class HpuGemma4Model(UpstreamGemma4Model):
+
+    def forward(self, input_ids, positions, **kwargs):
+        if self.fast_prefill_enabled:
+            return self.fast_prefill_forward(input_ids, positions)
+        return positions
+
+
+def _hpu_run_decoder_layers(decoder_layers, layer_idx_start, positions, hidden_states, per_layer_inputs=None, **kwargs):
+    return hidden_states
+
+
+def _apply_hpu_gemma4_patches(language_model: nn.Module) -> None:
+    language_model.patched = True
+'''
+
+HPU_ATTN = '''# SPDX-License-Identifier: Apache-2.0
+"""A stand-in with the names that the fix meets, and nothing behind them."""
+
+from typing import Optional
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionLayer
+from vllm_gaudi.attention.ops.hpu_paged_attn import HPUPagedAttention
+
+EDITION = 1
+
+
+class HPUAttentionMetadata:
+    block_list: Optional[torch.Tensor] = None
+
+
+class HPUAttentionImpl(AttentionImpl, torch.nn.Module):
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: Optional[torch.Tensor],
+        value: Optional[torch.Tensor],
+        kv_cache: torch.Tensor,
+        attn_metadata: HPUAttentionMetadata,
+        output: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        """Attend."""
+        return query
+'''
+
+# Any module of torch and vllm, with any class in it: enough to run the stand-in and the fix's definitions.
+ANYTHING = """
+import sys
+from importlib.machinery import ModuleSpec
+
+class Anything:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.split(".")[0] in ("torch", "vllm"):
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        def get(name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return (lambda *a, **k: None) if name.islower() else type(name, (), {})
+        module.__getattr__ = get
+
+sys.meta_path.append(Anything())
+"""
+
+
+def anchored_tree(root: Path, *, imports_leave: Path | None = None) -> Path:
+    """Write a vllm_gaudi that the fix can be merged into; importing it leaves a file behind."""
+    package = root / "vllm_gaudi"
+    for folder in ("", "models", "attention", "attention/backends", "attention/ops"):
+        (package / folder).mkdir(parents=True, exist_ok=True)
+        (package / folder / "__init__.py").write_text("")
+    if imports_leave is not None:
+        (package / "__init__.py").write_text(f"open({str(imports_leave)!r}, 'w').close()\n")
+    (package / "attention/ops/hpu_paged_attn.py").write_text("class HPUPagedAttention:\n    pass\n")
+    (package / FILES[0]).write_text(GEMMA4)
+    (package / FILES[1]).write_text(HPU_ATTN)
+    return root
+
+
+def install_anything(environment: Environment) -> None:
+    """Let an environment import any module of torch and vllm."""
+    (environment.site_packages / "anything.py").write_text(ANYTHING)
+    (environment.site_packages / "anything.pth").write_text("import anything\n")
 
 
 def install_tree(environment: Environment, tree: Path, style: str, version: str = "0.30.0") -> Path:
