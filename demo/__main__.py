@@ -130,9 +130,10 @@ def report(console: Console, options: argparse.Namespace, shared: int, outcomes,
     """Print the table and what it comes to."""
     table = Table(
         box=box.SIMPLE,
-        padding=(0, 1),
+        padding=0,
         title=f"{options.layers} layers, {shared} of them KV-shared, hidden size {options.hidden}: flag off / on",
-        caption="float32, random weights, greedy; seconds: medians of prefills in turn; FLOPs: counted in the run",
+        caption="float32, random weights; seconds: medians; GFLOP: counted in the run;\n"
+        "logits: largest difference of any sampled one; greedy: the tokens decoded",
     )
     for heading in ("prompts", "tokens", "padded", "seconds", "ratio", "GFLOP", "ratio", "logits", "greedy"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -153,12 +154,14 @@ def report(console: Console, options: argparse.Namespace, shared: int, outcomes,
         f"One prompt of {options.tokens} tokens on Gemma 4 E2B's own sizes, counted the same way: "
         f"{e2b[0] / 1e12:.2f} / {e2b[1] / 1e12:.2f} TFLOP, ratio {e2b[0] / e2b[1]:.2f}.",
         highlight=False,
+        soft_wrap=True,
     )
     if all(outcome.parity for outcome in outcomes):
         worst = max(outcome.difference for outcome in outcomes)
         console.print(
             f"Parity: the same {options.steps} greedy tokens per prompt; the logits differ by {worst:.1e} at most.",
             highlight=False,
+            soft_wrap=True,
         )
     else:
         console.print("[bold red]No parity:[/] the flag changes what the model says.")

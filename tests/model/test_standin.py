@@ -4,9 +4,12 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
+
+PROJECT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -29,7 +32,7 @@ def test_without_the_fix_the_flag_fails_on_the_first_prompt(site, tmp_path):
             print("stock fails")
     """
     words = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    run = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, timeout=300)
     assert run.stdout.splitlines()[-1:] == ["stock fails"], run.stderr
 
 
