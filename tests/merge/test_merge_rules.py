@@ -210,6 +210,12 @@ def test_a_replaced_method_takes_the_place_of_upstreams():
     )
 
 
+def test_what_a_replacement_at_the_top_of_the_file_uses_goes_above_it():
+    upstream = "def run(layers):\n    return 1\n"
+    override = f'{MARKERS}\nFACTOR = 2\n\n\n@replace("{fingerprint(upstream)}")\ndef run(layers):\n    return FACTOR\n'
+    assert merged(override, upstream) == "FACTOR = 2\n\n\ndef run(layers):\n    return FACTOR\n"
+
+
 def test_a_new_function_goes_below_the_definition_it_follows():
     expect(
         """

@@ -167,12 +167,12 @@ def test_links_in_an_archive_are_not_followed(tmp_path):
     path = tmp_path / "x.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         archive.addfile(tarfile.TarInfo("r/vllm_gaudi/__init__.py"))
-        for name, target in (("a.py", str(secret)), ("b.py", "../../secret")):
+        for name, target in (("a.py", str(secret)), ("b.py", "../../secret"), ("c.py", "__init__.py")):
             member = tarfile.TarInfo(f"r/vllm_gaudi/{name}")
             member.type, member.linkname = tarfile.SYMTYPE, target
             archive.addfile(member)
     tree = releases.find(path)
-    for name in ("a.py", "b.py"):
+    for name in ("a.py", "b.py", "c.py"):
         with pytest.raises(GraftError, match="no readable"):
             tree.read(name)
 
