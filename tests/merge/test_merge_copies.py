@@ -80,6 +80,14 @@ def test_bytes_that_are_not_text_of_this_system_survive(release, checkout, overr
     assert strip(file.merged).encode() == data
 
 
+def test_an_override_source_with_other_line_ends_merges_the_same_and_is_hashed_as_it_is(planned, overrides, checkout):
+    data = OVERRIDES[MODEL].replace("\n", "\r\n").encode()
+    (overrides / MODEL).write_bytes(data)
+    plan = copies.plan(planned.release, releases.find(checkout), overrides=overrides)
+    assert plan.files[1].merged == planned.files[1].merged
+    assert plan.manifest["modules"]["vllm_gaudi.models.gemma4"]["override_sha256"] == sha256(data)
+
+
 @pytest.mark.parametrize("data", [b"# -*- coding: latin-1 -*-\n# \xe4\n", b"# \xe4\n", b"# coding: nonsense\n"])
 def test_a_file_that_is_not_utf8_is_refused(release, checkout, overrides, data):
     (checkout / "vllm_gaudi" / MODEL).write_bytes(data)
@@ -236,6 +244,28 @@ def test_a_write_that_fails_leaves_everything_as_it_was(planned, tmp_path, monke
     with pytest.raises(GraftError, match="cannot be written: No space left"):
         copies.write(planned, out)
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_copies_replaced_file_by_file_have_no_manifest_until_all_are_there(planned, tmp_path, monkeypatch, count):
+    out = tmp_path / "out"
+    write_files(out / "vllm_gaudi_overrides", {"models/gemma4.py": "old", "manifest.json": "{}"})
+    real, calls = os.replace, []
+
+    def replace(old, new):
+        calls.append(new)
+        if len(calls) > count:
+            raise OSError(5, "Input/output error")
+        real(old, new)
+
+    monkeypatch.setattr(copies, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(GraftError, match="Input/output error"):
+        copies.write(planned, out)
+    assert not (out / "vllm_gaudi_overrides" / "manifest.json").exists()
+    monkeypatch.undo()
+    copies.write(planned, out)
+    assert snapshot(out) == dict(planned.contents)
 
 
 def test_a_folder_that_may_not_be_written_is_named(planned, tmp_path):

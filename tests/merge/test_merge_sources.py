@@ -75,24 +75,26 @@ def test_an_unpacked_sdist_with_its_version(checkout):
     assert releases.find(checkout).version == "1.0.0"
 
 
-def test_a_git_checkout_has_the_version_of_its_tag(checkout):
-    def git(*words):
-        author = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-        subprocess.run(["git", "-C", checkout, *author, *words], check=True, capture_output=True)
+def git(folder: Path, *words: str) -> None:
+    author = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+    subprocess.run(["git", "-C", folder, *author, *words], check=True, capture_output=True)
 
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-q", "-m", "one")
+
+def test_a_git_checkout_has_the_version_of_its_tag(checkout):
+    git(checkout, "init", "-q")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-q", "-m", "one")
     assert releases.find(checkout).version is None
-    git("tag", "v1.0.0")
+    git(checkout, "tag", "v1.0.0")
     assert releases.find(checkout).version == "1.0.0"
-    git("commit", "-q", "--allow-empty", "-m", "two")
-    version = releases.find(checkout).version
-    assert version.startswith("1.0.0+1.g")
+    git(checkout, "commit", "-q", "--allow-empty", "-m", "two")
+    assert releases.find(checkout).version.startswith("1.0.0+1.g")
 
 
 def test_a_checkout_below_another_repository_is_not_given_its_version(checkout):
-    subprocess.run(["git", "init", "-q", checkout.parent], check=True)
+    git(checkout.parent, "init", "-q")
+    git(checkout.parent, "commit", "-q", "--allow-empty", "-m", "one")
+    git(checkout.parent, "tag", "v1.0.0")
     assert releases.find(checkout).version is None
 
 
