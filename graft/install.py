@@ -130,8 +130,9 @@ def install(plan: copies.Plan, place: Place, *, inside: bool, progress: Progress
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(folder, lambda: progress.say("Waiting for another install")))
             sweep(folder)
+            sweep(folder / copies.NAME)
         sweep(place.folder)
-        transaction = stack.enter_context(Transaction())
+        transaction = stack.enter_context(Transaction(place.folder))
         with progress.step("Writing"):
             _write_all(plan, place, folder, inside, transaction)
         with progress.step("Proving it in a fresh interpreter"):
@@ -205,7 +206,7 @@ def uninstall(place: Place, progress: Progress) -> list[Path]:
         entry = place.entry()
         if entry is not None and entry.is_dir():
             stack.enter_context(locked(entry, lambda: progress.say("Waiting for another install")))
-        transaction = stack.enter_context(Transaction())
+        transaction = stack.enter_context(Transaction(place.folder))
         gone += sweep(place.folder)
         files = place.written()
         switches = [place.folder / name for name in reversed(SWITCHES)]  # off before anything goes

@@ -52,10 +52,12 @@ def remove(path: Path) -> None:
 class Transaction:
     """Every change is taken back if the `with` block raises, Ctrl-C included.
 
-    What was there is kept under another name in the same folder, so that taking back needs no space.
+    What was there is kept under another name, so that taking back needs no space: at the top of the home folder
+    if it is below that, so that `sweep` finds it after a kill, else beside where it was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, home: Path) -> None:
+        self._home = home
         self._undo: list[Callable[[], object]] = []
         self._kept: list[Path] = []
 
@@ -113,8 +115,9 @@ class Transaction:
         self._undo.append(lambda: _put_back(kept, path))
 
     def _beside(self, path: Path) -> Path:
-        """A free name in a path's folder, removed at the end whatever happens."""
-        kept = Path(tempfile.mktemp(prefix=LEFTOVER, dir=path.parent))
+        """A free name, removed at the end whatever happens."""
+        folder = self._home if self._home in path.parents else path.parent
+        kept = Path(tempfile.mktemp(prefix=LEFTOVER, dir=folder))
         self._kept.append(kept)
         return kept
 

@@ -5,8 +5,8 @@ import json
 import shutil
 
 import pytest
-from conftest import make_checkout, with_release
 
+from tests.support.checkouts import make_checkout, with_release
 from tests.support.environments import FILES, Environment, make_environment, module_name, own_version, pythons, sha256
 
 SERVE = "vllm serve google/gemma-4-E2B-it --kv-sharing-fast-prefill\n"
