@@ -402,6 +402,11 @@ def test_a_file_without_imports_gets_them_at_its_top(head, changed):
     assert merged(override, head + rest).startswith(changed + "class Layer:\n")
 
 
+def test_annotations_may_name_what_comes_later_where_upstream_postpones_them():
+    upstream = UPSTREAM.replace("import os\n", "from __future__ import annotations\n\nimport os\n", 1)
+    assert "-> Layer:" in merged("class Layer:\n\n    def same(self) -> Layer:\n        return self\n", upstream)
+
+
 def test_the_markers_and_the_module_docstring_leave_no_trace():
     text = merged(f'"""For reviewers."""\n{MARKERS}\n@before\ndef patch(model):\n    model.eval()\n')
     assert "reviewers" not in text
