@@ -402,6 +402,12 @@ def test_a_file_without_imports_gets_them_at_its_top(head, changed):
     assert merged(override, head + rest).startswith(changed + "class Layer:\n")
 
 
+def test_the_byte_order_mark_stays_first():
+    upstream = "\ufeffclass Layer:\n    size = 1\n"
+    override = "import math\n\n\nclass Layer:\n    pi = math.pi\n"
+    assert merged(override, upstream).startswith("\ufeffimport math\n\n\nclass Layer:\n    size = 1\n")
+
+
 def test_annotations_may_name_what_comes_later_where_upstream_postpones_them():
     upstream = UPSTREAM.replace("import os\n", "from __future__ import annotations\n\nimport os\n", 1)
     assert "-> Layer:" in merged("class Layer:\n\n    def same(self) -> Layer:\n        return self\n", upstream)
