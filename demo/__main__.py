@@ -39,7 +39,7 @@ def at_least(least: int):
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m demo", description="Show fast prefill at work on real vLLM, on the CPU.")
     parser.add_argument("--tokens", type=at_least(8), default=1024, help="length of the longest prompt (default: 1024)")
-    parser.add_argument("--hidden", type=at_least(48), default=384, help="hidden size; E2B's is 1536 (default: 384)")
+    parser.add_argument("--hidden", type=at_least(48), default=288, help="hidden size; E2B's is 1536 (default: 288)")
     parser.add_argument("--layers", type=at_least(10), default=35, help="decoder layers, 4 of 7 shared (default: 35)")
     parser.add_argument("--repeat", type=at_least(1), default=3, help="timed prefills per batch (default: 3)")
     parser.add_argument("--steps", type=at_least(1), default=16, help="tokens to decode (default: 16)")

@@ -58,8 +58,8 @@ def batches(tokens: int, vocab: int) -> list[Batch]:
 
     return [
         Batch(prompts(tokens), 1),
-        Batch(prompts(tokens // 2, tokens // 3, tokens // 8, 1), 4),
-        Batch(prompts(tokens // 2, tokens // 4), 3),
+        Batch(prompts(tokens // 4, tokens // 5, tokens // 16, 1), 4),
+        Batch(prompts(tokens // 4, tokens // 8), 3),
     ]
 
 

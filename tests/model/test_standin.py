@@ -64,11 +64,21 @@ def test_a_prepared_rotary_embedding_does_not_look_at_the_positions_of_a_call(te
     assert torch.equal(prepared, fresh)
 
 
-def test_the_adapter_prepares_the_first_rotary_embedding_it_finds(pair_of):
-    text_only, vision = pair_of().off.model, pair_of(vision=True).off.model
-    sliding = text_only.model.language_model.model.layers[0].self_attn.rotary_emb
-    assert text_only._rotary_embed_module is sliding
-    assert vision._rotary_embed_module is None  # the tower's keeps nothing
+@pytest.mark.parametrize("vision, prepared", [(False, 1), (True, 28)])
+def test_the_adapter_prepares_the_first_rotary_embedding_it_finds(pair_of, monkeypatch, vision, prepared):
+    """Once for all 28 sliding layers, unless what it finds is the vision tower's, which keeps nothing."""
+    runner = pair_of(vision=vision).off
+    rotary = runner.model.model.language_model.model.layers[0].self_attn.rotary_emb
+    calls, original = [], rotary.prepare_cos_sin
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(rotary, "prepare_cos_sin", count)
+    requests, _ = runner.prefill([[1] * 9, [2] * 140])
+    assert len(calls) == prepared
+    runner.release(*requests)
 
 
 def test_padding_writes_land_in_the_spare_block_alone(pair):
