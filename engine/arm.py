@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.cases import BY_NAME
+from engine.kinds import DECODE
 
 SETTINGS = dict(
     dtype="float32",
@@ -31,6 +32,7 @@ SETTINGS = dict(
     seed=0,
     disable_log_stats=True,
 )
+ARCHITECTURE = "Gemma4ForConditionalGeneration"
 NO_MEDIA = {"image": 0, "audio": 0, "video": 0}
 
 
@@ -63,6 +65,10 @@ class Engine:
         outputs = self.llm.generate(requests, params, use_tqdm=False, lora_request=lora)
         self.answers += [list(output.outputs[0].token_ids) for output in outputs]
 
+    def prompt_forwards(self):
+        """How many forwards over prompts there have been so far."""
+        return sum(forward["kind"] != DECODE for forward in self.collect()[0])
+
     def collect(self):
         """(forwards, logits, cache digests) of the first rank."""
         from engine import probe
@@ -92,12 +98,13 @@ def run(case, model, flag):
 
 def preload():
     """Import all that every arm needs, and read no setting that a case may change."""
-    import vllm  # noqa: F401
+    from vllm import LLM, ModelRegistry  # noqa: F401
+    from vllm.lora.request import LoRARequest  # noqa: F401
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    from vllm import LLM  # noqa: F401
-    from vllm.lora.request import LoRARequest  # noqa: F401
+    # A class that is registered by name only is imported by one more interpreter, to be looked at.
+    ModelRegistry.register_model(ARCHITECTURE, ModelRegistry.models[ARCHITECTURE].load_model_cls())
     from vllm_gaudi.extension import runtime
 
     if runtime.RUNTIME_CONFIG is not None:

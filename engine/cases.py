@@ -61,6 +61,16 @@ def a_mixed_batch(engine):
     engine.greedy([prompt(n) for n in (1, 77, WINDOW, WINDOW + 1, 300)], max_tokens=16)
 
 
+def a_warm_batch(engine):
+    if not engine.collect()[0]:
+        raise RuntimeError("nothing was warmed up: this case shows nothing")
+    a_mixed_batch(engine)
+
+
+def a_short_batch(engine):
+    engine.greedy([prompt(n) for n in (77, 300)], max_tokens=4)
+
+
 def one_long_answer(engine):
     engine.greedy([prompt(3 * WINDOW + 17)], max_tokens=64)
 
@@ -72,12 +82,27 @@ def shared_prefixes(engine):
     engine.greedy([start + prompt(n, seed=n)[1:] for n in (2, 60, 200)])
 
 
+def a_busy_server(engine):
+    start = prompt(2 * WINDOW)
+    engine.greedy([prompt(n) for n in (30, 90, 120, 128, 900)], max_tokens=16)
+    engine.greedy([start + prompt(n, seed=n)[1:] for n in (2, 60, 500)] + [prompt(20, seed=1)], max_tokens=16)
+    engine.greedy([start + prompt(60, seed=60)[1:], prompt(300, seed=2)], max_tokens=16)
+
+
+def first_tokens(engine):
+    engine.greedy([prompt(n) for n in (40, WINDOW, 300)], max_tokens=1)
+
+
 def long_prompts(engine):
     engine.greedy([prompt(n) for n in (WINDOW, 3 * WINDOW + 17, 4 * WINDOW, 40)], max_tokens=12)
 
 
 def more_than_fits(engine):
-    engine.greedy([prompt(n) for n in (120, 125, 100, 127)], max_tokens=40)
+    """Prompts of one block each that need a second one while they are answered."""
+    prompts = [prompt(n) for n in (120, 125, 100, 127)]
+    engine.greedy(prompts, max_tokens=40)
+    if engine.prompt_forwards() == len(prompts):
+        raise RuntimeError("no request was preempted: this case shows nothing")
 
 
 def a_choice(engine):
@@ -170,13 +195,35 @@ CASES = (
         "preemption",
         "preempted and resumed: only the last row of what is run again is sampled",
         more_than_fits,
-        settings={"num_gpu_blocks_override": 7},
+        settings={"num_gpu_blocks_override": 7, "max_model_len": 256},
     ),
     Case(
         "async",
         "async scheduling",
         a_mixed_batch,
         settings={"async_scheduling": True},
+    ),
+    Case(
+        "server",
+        "as a server runs by default: prefix caching, chunks, async scheduling, with batch cap 4",
+        a_busy_server,
+        WITH_CONTEXT,
+        settings={
+            "max_num_batched_tokens": 512,
+            "enable_prefix_caching": True,
+            "async_scheduling": True,
+            "max_num_seqs": 8,
+        },
+        environ={"VLLM_PROMPT_BS_BUCKET_MAX": "4"},
+        quick=True,
+    ),
+    Case(
+        "bfloat16",
+        "bfloat16, first tokens: equal within the rounding of one",
+        first_tokens,
+        {PROMPT: FAST},
+        settings={"dtype": "bfloat16"},
+        tolerance=0.25,
     ),
     Case("structured", "structured output: a choice of answers", a_choice),
     Case(
@@ -242,10 +289,10 @@ CASES = (
     ),
     Case(
         "warm-up",
-        "warm-up, then prompts",
-        a_mixed_batch,
-        environ={"VLLM_SKIP_WARMUP": "false"},
-        settings={"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 2},
+        "warm-up of every bucket in lazy mode, then prompts",
+        a_warm_batch,
+        environ={"VLLM_SKIP_WARMUP": "false", "PT_HPU_LAZY_MODE": "1"},
+        settings={"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 2, "enforce_eager": False},
     ),
     Case(
         "lazy",
@@ -257,21 +304,30 @@ CASES = (
     Case(
         "compiled",
         "regional compilation of the layers",
-        a_mixed_batch,
+        a_short_batch,
         settings={"enforce_eager": False},
     ),
     Case(
         "two-ranks",
         "tensor parallel over two ranks",
-        a_mixed_batch,
+        a_short_batch,
         settings={"tensor_parallel_size": 2},
         tolerance=2e-4,
+    ),
+    Case(
+        "fp8-cache",
+        "an FP8 KV cache is refused when the server starts",
+        a_short_batch,
+        settings={"kv_cache_dtype": "fp8_inc"},
+        refusal="FP8 KV cache",
+        stock_fault="cast_to_fp8_v2",  # the stand-in for the bridge has no FP8 operators
     ),
     Case(
         "prompt-logprobs",
         "prompt logprobs asked for offline",
         prompt_logprobs,
         {PROMPT: ALL, DECODE: ALL},
+        stock_fault="mat1 and mat2 shapes cannot be multiplied",
     ),
     Case(
         "flag-off",

@@ -89,7 +89,7 @@ def _is_mask_index(args):
 class HpuOnCpu(TorchFunctionMode):
     def __torch_function__(self, func, types_, args=(), kwargs=None):
         kwargs = dict(kwargs) if kwargs else {}
-        if HOST_READS:
+        if not torch.compiler.is_compiling() and HOST_READS:  # Dynamo traces this and would guard on the list
             name = _READS_ON_THE_HOST.get(func)
             if func is torch.Tensor.__getitem__ and _is_mask_index(args):
                 name = "a boolean index"
