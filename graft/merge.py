@@ -237,7 +237,7 @@ class _Survey:
     def _is_upstreams(self, piece: Piece) -> bool:
         """Whether upstream has the very same assignment."""
         line = _only(self.top, piece.name)
-        if piece.is_function or not isinstance(line, cst.SimpleStatementLine):
+        if piece.is_block or not isinstance(line, cst.SimpleStatementLine):
             return False
         code = [self.upstream.code(small) for small in line.body]
         return code == [self.upstream.code(small) for small in piece.node.body]
@@ -286,7 +286,7 @@ class _Survey:
         self, piece: Piece, found: dict[str, list], own_name: str, into: cst.CSTNode | None = None
     ) -> cst.CSTNode | None:
         """Hold a piece that upstream must have against upstream's definition of that name."""
-        if not piece.is_function:
+        if not piece.is_block:
             self._note("ok", piece.name)
             return _only(found, own_name)
         node = self._unique(found, own_name, piece.name, cst.FunctionDef)
@@ -411,10 +411,10 @@ class _Survey:
         indent = self.upstream.indent(node.body)
         after_function = isinstance(node.body.body[-1], cst.FunctionDef)
         for piece in pieces:
-            gap = 1 if piece.is_function or after_function else min(piece.gap, 1)
+            gap = 1 if piece.is_block or after_function else min(piece.gap, 1)
             text = self.newline * (1 + gap) + self._code(piece, indent)
             self.edits.append(_Edit(piece.name, at, at, text, eager=self._eager(piece)))
-            after_function = piece.is_function
+            after_function = piece.is_block
 
     def _add(self, piece: Piece, anchor: cst.CSTNode | None) -> None:
         if piece.name in self.bound:
@@ -455,15 +455,15 @@ class _Survey:
         after_block = isinstance(node, _DEFINITION)
         for piece in pieces:
             gap = min(piece.gap, 2)
-            if piece.is_function or after_block:
+            if piece.is_block or after_block:
                 gap = 2
             elif apart and piece is pieces[0]:
                 gap = 1
             text = self.newline * (1 + gap) + self._code(piece, "")
             if piece is pieces[-1] and below is not None:
-                text += self.newline * max((2 if piece.is_function else int(apart)) - below, 0)
+                text += self.newline * max((2 if piece.is_block else int(apart)) - below, 0)
             self._add_edit(piece, at, text)
-            after_block = piece.is_function
+            after_block = piece.is_block
 
     def _add_above(self, pieces: Sequence[Piece], node: cst.CSTNode) -> None:
         """Add pieces above an upstream definition and its comments: below what stands there."""
@@ -474,7 +474,7 @@ class _Survey:
             return
         at = self.upstream.starts[self.upstream.comment_line(node, attached=True) - 1]
         for piece, follower in zip(pieces, [*pieces[1:], None], strict=True):
-            one_line = follower and not (piece.is_function or follower.is_function)
+            one_line = follower and not (piece.is_block or follower.is_block)
             gap = min(follower.gap, 2) if one_line else 2
             self._add_edit(piece, at, self._code(piece, "") + self.newline * (1 + gap))
 

@@ -40,7 +40,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Piece:
-    """A function, a method or an assignment.
+    """A function, a method, an assignment or a whole class.
 
     mark: "new", "before", "replace", or "declared" for one that only says that upstream has it.
     lines: what is inserted, without line ends. verbatim: the indices of those that begin inside a
@@ -51,7 +51,7 @@ class Piece:
     name: str
     mark: str
     fingerprint: str
-    node: cst.FunctionDef | cst.SimpleStatementLine
+    node: cst.FunctionDef | cst.ClassDef | cst.SimpleStatementLine
     indent: str
     lines: tuple[str, ...]
     verbatim: frozenset[int]
@@ -60,8 +60,9 @@ class Piece:
     names: Names
 
     @property
-    def is_function(self) -> bool:
-        return isinstance(self.node, cst.FunctionDef)
+    def is_block(self) -> bool:
+        """Whether it is a function or a class, no assignment."""
+        return not isinstance(self.node, cst.SimpleStatementLine)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ class _Reader:
         imports, items = [], []
         for statement in statements(self.source.module):
             if isinstance(statement, cst.ClassDef):
-                items.append(self._extension(statement))
+                is_added = any(self._marker(decorator) == "added" for decorator in statement.decorators)
+                items.append(self._added(statement) if is_added else self._extension(statement))
             elif isinstance(statement, cst.FunctionDef):
                 items.append(self._function(statement, statement.name.value))
             elif isinstance(statement, cst.SimpleStatementLine):
@@ -183,6 +185,25 @@ class _Reader:
     def _lines(self, node: Statement) -> tuple[str, ...]:
         numbers = range(self.source.first_line(node), self.source.last_line(node) + 1)
         return tuple(self.source.line(number) for number in numbers)
+
+    def _marker(self, decorator: cst.Decorator) -> str | None:
+        """The marker that a decorator is, or None."""
+        call = decorator.decorator
+        return self.markers.get(self.source.code(call.func if isinstance(call, cst.Call) else call))
+
+    def _added(self, node: cst.ClassDef) -> Piece:
+        """A class that upstream does not have."""
+        name = node.name.value
+        kept = [decorator for decorator in node.decorators if self._marker(decorator) is None]
+        if len(kept) != len(node.decorators) - 1:
+            self._refuse(f"{name} has two markers")
+        if any(self._marker(decorator) for decorator in m.findall(node.body, m.Decorator())):
+            self._refuse(f"class {name} is marked added, so nothing in it can be marked")
+        dropped = {n for d in node.decorators if d not in kept for n in self.source.decorator_lines(d)}
+        first = self.source.comment_line(node, attached=False)
+        numbers = [n for n in range(first, self.source.last_line(node) + 1) if n not in dropped]
+        unmarked = node.with_changes(decorators=kept)
+        return self._piece(name, "new", "", unmarked, numbers, names(unmarked))
 
     def _extension(self, node: cst.ClassDef) -> Extension:
         name = node.name.value
@@ -217,14 +238,16 @@ class _Reader:
         mark, fingerprint, marker_lines = "new", "", range(0)
         kept = []
         for decorator in node.decorators:
-            call = decorator.decorator
-            function = call.func if isinstance(call, cst.Call) else call
-            marker = self.markers.get(self.source.code(function))
+            call, marker = decorator.decorator, self._marker(decorator)
             if marker is None:
                 kept.append(decorator)
                 continue
             if mark != "new":
                 self._refuse(f"{name} has two markers")
+            if marker == "added":
+                self._refuse(
+                    f"{name} is marked added, which is for classes: a function that upstream lacks needs no mark"
+                )
             mark, marker_lines = marker, self.source.decorator_lines(decorator)
             if mark == "replace":
                 if not m.matches(call, m.Call(args=[m.Arg(m.SimpleString())])):
@@ -262,7 +285,7 @@ class _Reader:
         name: str,
         mark: str,
         fingerprint: str,
-        node: cst.FunctionDef | cst.SimpleStatementLine,
+        node: cst.FunctionDef | cst.ClassDef | cst.SimpleStatementLine,
         numbers: list[int],
         given: Names,
     ) -> Piece:

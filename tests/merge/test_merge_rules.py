@@ -5,6 +5,7 @@ from textwrap import dedent
 
 import pytest
 
+from graft.errors import Drift, GraftError
 from graft.merge import definition, fingerprint, merge, strip
 
 UPSTREAM = '''\
@@ -501,3 +502,59 @@ def test_names_in_comprehensions_walruses_matches_and_strings_are_understood():
         """
     )
     assert "def more" in text
+
+
+ADDED = """\
+    from torch import nn
+    from vllm_gaudi_overrides.merging import added
+
+    class Layer(Plain):
+        pass
+
+    # A layer that keeps what it saw.
+    @added
+    class KeepingLayer(Layer):
+        \"\"\"Keeps the last query.\"\"\"
+
+        kept = None
+
+        def forward(self, query, positions=None, **kwargs):
+            self.kept = nn.functional.normalize(query)
+            return super().forward(query, positions, **kwargs)
+"""
+
+
+def test_an_added_class_comes_whole_below_what_it_follows():
+    text = merged(ADDED)
+    assert "@added" not in text
+    after = text.index("        return query * width")
+    place = text.index("# A layer that keeps what it saw.\nclass KeepingLayer(Layer):\n")
+    assert after < place < text.index("\ndef run(")
+    assert "from torch import nn\n" in text
+    scope = {}
+    exec(text[place : text.index("\n\ndef run(")], {"Layer": object, "nn": None}, scope)
+    assert scope["KeepingLayer"].kept is None
+
+
+def test_a_class_that_upstream_has_cannot_be_added():
+    override = "from vllm_gaudi_overrides.merging import added\n\n@added\nclass Layer(Plain):\n    x = 1\n"
+    with pytest.raises(Drift, match="Layer is defined already: upstream may have its own fix"):
+        merged(override)
+
+
+def test_a_class_that_upstream_lacks_must_say_that_it_is_added():
+    with pytest.raises(Drift, match="Renamed is not there as a class"):
+        merged("class Renamed:\n    x = 1\n")
+
+
+@pytest.mark.parametrize(
+    "override, why",
+    [
+        ("@added\ndef run2(): return 1\n", "marked added, which is for classes"),
+        ("@added\nclass New:\n    @before\n    def f(self):\n        g()\n", "nothing in it can be marked"),
+        ("@added\n@added\nclass New:\n    x = 1\n", "two markers"),
+    ],
+)
+def test_refuses_an_added_mark_where_it_means_nothing(override, why):
+    with pytest.raises(GraftError, match=why):
+        merged("from vllm_gaudi_overrides.merging import added, before\n\n" + override)

@@ -1,15 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Markers of an override source: how a definition joins the upstream one of the same name.
 
-An override source is a partial module. A name that upstream lacks is added; a class that upstream has gets the new
-methods; a definition that upstream has must say by one of these markers what becomes of upstream's body. The merge
-reads the markers from the syntax tree and leaves no trace of them, and calling them changes nothing.
+An override source is a partial module. A function that upstream lacks is added; a class that upstream has gets the new
+methods, and a class that it lacks must say so; a definition that upstream has must say by one of these markers what
+becomes of upstream's body. The merge reads the markers from the syntax tree and leaves no trace of them, and calling
+them changes nothing.
 """
 
 from collections.abc import Callable
 from typing import TypeVar
 
 F = TypeVar("F", bound=Callable)
+C = TypeVar("C", bound=type)
+
+
+def added(cls: C) -> C:
+    """A class of the fix's own, added whole.
+
+    Without this mark a class is upstream's of that name, so that one which upstream renamed is noticed.
+    """
+    return cls
 
 
 def before(function: F) -> F:
