@@ -21,7 +21,7 @@ from engine import plugin
 from engine.cases import BY_NAME, CASES, Case
 from engine.compare import Verdict, judge
 from engine.runs import Runs
-from graft import copies, versions
+from graft import copies, releases, versions
 from graft.errors import GraftError
 
 
@@ -31,10 +31,13 @@ def prepare(options, scratch: Path) -> Runs:
     Raises:
         GraftError: the source, the release or the environment is not fit.
     """
-    release = versions.get(options.release)
-    trees = plugin.prepare(options.source, release, options.overrides, scratch, drifted=options.allow_drift)
+    tree = releases.find(options.source)
+    release = versions.get(options.release) if options.release else plugin.release_of(tree)
+    if release is None:
+        raise GraftError(f"{options.source} does not tell which release it is of", "Name the release with --release")
+    prepared = plugin.prepare(options.source, release, options.overrides, scratch, drifted=options.allow_drift)
     _check_environment(options.python)
-    environ = plugin.environ(trees, fixed=False, scratch=scratch, extra={})
+    environ = plugin.environ(prepared, fixed=False, scratch=scratch, extra={})
     model = scratch / "model"
     made = subprocess.run([options.python, "-m", "engine.model", model], env=environ, capture_output=True, text=True)
     if made.returncode:
@@ -43,7 +46,7 @@ def prepare(options, scratch: Path) -> Runs:
             f"The test model could not be written: {' '.join(last)}",
             "Use the environment that `nox -s engine` makes",
         )
-    return Runs(trees, options.python, model, scratch)
+    return Runs(prepared, options.python, model, scratch)
 
 
 def _check_environment(python: Path) -> None:
@@ -115,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         default=os.environ.get("GAUDI_FIXES_ROOT"),
         help="checkout, site-packages, wheel or sdist of vllm-gaudi (GAUDI_FIXES_ROOT)",
     )
-    parser.add_argument("--release", default="0.26", help="of VERSIONS.toml (%(default)s)")
+    parser.add_argument("--release", help="of VERSIONS.toml; by default the one whose files the source has")
     parser.add_argument("--case", action="append", choices=BY_NAME, help="only this; repeatable")
     parser.add_argument("--quick", action="store_true", help="only the cases that say the most")
     parser.add_argument("--overrides", type=Path, default=copies.OVERRIDES, help="another folder of override sources")

@@ -78,14 +78,12 @@ class Engine:
 
 def run(case, model, flag):
     """({answers, forwards, caches, seconds, error}, logits per forward)."""
-    result = {"answers": [], "forwards": [], "caches": [], "error": None, "stage": "start"}
+    result = {"answers": [], "forwards": [], "caches": [], "error": None, "fixed": is_fixed()}
     logits, engine = [], None
     begun = time.monotonic()
     try:
         engine = Engine(case, model, flag)
-        result["stage"] = "work"
         case.work(engine)
-        result["stage"] = "done"
     except Exception as error:  # the plugin's own faults are results here
         result["error"] = f"{type(error).__name__}: {error}".strip().rstrip(":")
         result["traceback"] = traceback.format_exc()
@@ -94,6 +92,15 @@ def run(case, model, flag):
         result["forwards"], logits, result["caches"] = engine.collect()
     result["seconds"] = time.monotonic() - begun
     return result, logits
+
+
+def is_fixed():
+    """Whether the merged copies are what this process has imported; None if only one of the two is."""
+    from vllm_gaudi.attention.backends import hpu_attn
+    from vllm_gaudi.models import gemma4
+
+    merged = {"vllm_gaudi_overrides" in module.__file__ for module in (gemma4, hpu_attn)}
+    return merged.pop() if len(merged) == 1 else None
 
 
 def preload():

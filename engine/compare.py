@@ -48,6 +48,10 @@ class Verdict:
 def judge(case: Case, first: Run, second: Run) -> Verdict:
     verdict = Verdict(case.name, case.promise, [])
     verdict.seconds = first.result["seconds"] + second.result["seconds"]
+    for arm, run in ((case.first, first), (case.second, second)):
+        if run.result.get("fixed", arm.fixed) != arm.fixed:
+            verdict.problems = [f"a run served {'stock' if arm.fixed else 'merged'} modules"]
+            return verdict
     if case.refusal:
         verdict.problems = _refused(case, first, second)
         verdict.note = f"fails as it must: {_short(second.error)}" if verdict.holds else ""

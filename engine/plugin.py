@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin trees the two arms run on, stock and fixed, and the environment that puts them in place."""
+"""The plugin, the full copies that shadow two of its modules, and the environment that an arm runs in."""
 
 import ast
 import os
@@ -9,12 +9,13 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from graft import copies, releases
+from graft import copies, releases, versions
 from graft.errors import GraftError
 from graft.versions import Release
 
 PROJECT = Path(__file__).resolve().parents[1]
 BRIDGE = Path(__file__).resolve().parent / "bridge"
+START = PROJECT / "graft" / "site_packages"  # what an installation puts into site-packages
 
 # What every arm is started with; a case's own settings come on top.
 ENVIRON = {
@@ -32,16 +33,19 @@ _OWN = ("VLLM_", "PT_HPU_", "HABANA_", "HPU_")
 
 
 @dataclass(frozen=True)
-class Trees:
-    """Folders that hold `vllm_gaudi`, and one that declares its and the probe's entry points."""
+class Plugin:
+    """Folders for the module path: one holds `vllm_gaudi`, one the copies and the shadow.
+
+    declared: holds the metadata that names the plugin's entry points, and the probe's.
+    """
 
     stock: Path
-    fixed: Path
+    copies: Path
     declared: Path
 
 
-def prepare(source: Path, release: Release, overrides: Path, folder: Path, drifted: bool) -> Trees:
-    """Unpack `source` if it is an archive, and merge the override sources into a copy of it.
+def prepare(source: Path, release: Release, overrides: Path, folder: Path, drifted: bool) -> Plugin:
+    """Copy the plugin below `folder`, unpacked if it is an archive, and make the full copies beside it.
 
     Args:
         source: a checkout, a site-packages folder, a wheel or an sdist.
@@ -50,18 +54,29 @@ def prepare(source: Path, release: Release, overrides: Path, folder: Path, drift
         GraftError: there is no plugin, or the fix does not fit it.
     """
     root = _root(source, folder / "unpacked")
+    stock = folder / "stock"
+    shutil.copytree(
+        root / releases.PACKAGE, stock / releases.PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+    )
     plan = copies.plan(release, releases.find(root), overrides=overrides, allow_drift=drifted)
-    stock, fixed = folder / "stock", folder / "fixed"
-    for copy in (stock, fixed):
-        skip = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(root / releases.PACKAGE, copy / releases.PACKAGE, ignore=skip)
-    for file in plan.files:
-        (fixed / releases.PACKAGE / file.file).write_bytes(file.merged.text.encode())
+    copies.write(plan, folder / "copies")
     declared = folder / "declared"
     _declare(declared, "engine_probe", "[vllm.general_plugins]\n99.engine = engine.probe:install\n")
     installed = [path.read_text() for path in root.glob("vllm_gaudi-*.dist-info/entry_points.txt")]
     _declare(declared, "vllm_gaudi", installed[0] if installed else entry_points(root / "setup.py"))
-    return Trees(stock, fixed, declared)
+    return Plugin(stock, folder / "copies", declared)
+
+
+def release_of(tree: releases.Tree) -> Release | None:
+    """The release of VERSIONS.toml that a tree is of, by its files or else by its version."""
+    known = versions.load().values()
+    for release in known:
+        if release.is_pinned and all(copies.sha256(tree.read(file)) == pin for file, pin in release.files.items()):
+            return release
+    for release in known:
+        if tree.version is not None and tree.version.startswith(f"{release.name}."):
+            return release
+    return None
 
 
 def _root(source: Path, folder: Path) -> Path:
@@ -103,9 +118,15 @@ def _declare(folder: Path, name: str, entry_points: str) -> None:
     (info / "entry_points.txt").write_text(entry_points)
 
 
-def environ(trees: Trees, *, fixed: bool, scratch: Path, extra: dict[str, str]) -> dict[str, str]:
-    """The environment of an arm: the caller's without its plugin settings, then ours, then `extra`."""
-    path = [BRIDGE, trees.declared, trees.fixed if fixed else trees.stock, PROJECT]
+def environ(plugin: Plugin, *, fixed: bool, scratch: Path, extra: dict[str, str]) -> dict[str, str]:
+    """The environment of an arm: the caller's without its plugin settings, then ours, then `extra`.
+
+    Every interpreter started with it has the bridge; a fixed one also the shadow, as the .pth of an installation
+    would turn it on.
+    """
+    path = [BRIDGE, plugin.declared, plugin.stock, PROJECT]
+    if fixed:
+        path += [plugin.copies, START]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OWN)}
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     return {

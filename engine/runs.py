@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine import plugin
 from engine.cases import Arm, Case
 from engine.compare import Run
+from engine.plugin import Plugin
+from engine.plugin import environ as environ_of
 
 ARM_SECONDS = 900
 # Read while the plugin is imported, so a process serves one value of them.
@@ -23,12 +24,12 @@ AT_IMPORT = ("PT_HPU_LAZY_MODE",)
 
 @dataclass
 class Runs:
-    """The plugin trees, the interpreter that holds vLLM, the test model, a scratch folder.
+    """The plugin, the interpreter that holds vLLM, the test model, a scratch folder.
 
     As a context manager it ends the processes it has started.
     """
 
-    trees: plugin.Trees
+    plugin: Plugin
     python: Path
     model: Path
     scratch: Path
@@ -86,7 +87,7 @@ class Runs:
         return f"the process ended, or gave no result in {ARM_SECONDS} s"
 
     def _start(self, fixed: bool, at_import: Mapping[str, str]) -> subprocess.Popen:
-        environ = plugin.environ(self.trees, fixed=fixed, scratch=self.scratch, extra=at_import)
+        environ = environ_of(self.plugin, fixed=fixed, scratch=self.scratch, extra=at_import)
         with (self.scratch / "imports.log").open("a") as log:
             return subprocess.Popen(
                 [self.python, "-m", "engine.arm"],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Declare torchvision's two compiled operators at interpreter start, before vLLM imports torchvision.
+"""What every interpreter of an arm needs at its start; vLLM starts some of its own.
 
-PyPI's torchvision carries operators built for another torch than the CPU one; its import only
-insists on their names, and the image processors use neither. vLLM starts interpreters of its own,
-so this cannot wait for a module of ours to be imported.
+Torchvision's two compiled operators are declared: PyPI's torchvision carries ones built for another torch than the CPU
+one, its import only insists on their names, and the image processors use neither. And where the shadow is on the path,
+it is turned on as the .pth file of an installation does.
 """
 
 import contextlib
@@ -15,3 +15,6 @@ with contextlib.suppress(ImportError):  # an interpreter without torch needs not
     with contextlib.suppress(RuntimeError):  # the real ones are there
         _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+with contextlib.suppress(ImportError):  # a stock arm has none
+    import vllm_gaudi_overrides_start  # noqa: F401
