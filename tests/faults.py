@@ -31,7 +31,8 @@ FAULTS = (
         ((MODEL, "(query_lens.long() - 1).clamp(min=0)", "(query_lens.long() - 1)"),),
     ),
     Fault(
-        "keys before the prompt are not masked", ((ATTENTION, "hidden = (token < 0)", "hidden = (token < -(1 << 40))"),)
+        "keys before the prompt are not masked",
+        ((ATTENTION, "masked_fill(token < 0,", "masked_fill(token < -(1 << 40),"),),
     ),
     Fault(
         "one key too many in the window (> for >=)",
@@ -49,20 +50,17 @@ FAULTS = (
     ),
     Fault(
         "the rotary embedding is not prepared for the rows",
-        ((MODEL, "            rotary_emb.prepare_cos_sin(row_positions)", "            pass"),),
+        ((MODEL, "        rotary_emb.prepare_cos_sin(positions)", "        pass"),),
     ),
-    Fault(
-        "the rotary cache is not dropped",
-        ((MODEL, "            del rotary_emb.cos, rotary_emb.sin", "            pass"),),
-    ),
+    Fault("the rotary cache is not dropped", ((MODEL, "        del rotary_emb.cos, rotary_emb.sin", "        pass"),)),
     Fault("the scale is forgotten", ((ATTENTION, "keys.permute(0, 2, 3, 1)) * scale", "keys.permute(0, 2, 3, 1))"),)),
     Fault(
         "the target's cache is written",
         (
             (
                 ATTENTION,
-                "    slots = slot_mapping.gather",
-                "    key_cache[slot_mapping[0, 0]] = query[0, :, 0]\n    slots = slot_mapping.gather",
+                "    keys = key_cache.index_select",
+                "    key_cache[slots[0, 0]] = query[0, :, 0]\n    keys = key_cache.index_select",
             ),
         ),
     ),
@@ -72,8 +70,9 @@ FAULTS = (
             (
                 ATTENTION,
                 "return self._forward_last_token_prefill(query, kv_cache, attn_metadata)",
-                "return self._forward_last_token_prefill(query, (key.view(-1, self.num_kv_heads, self.head_size), "
-                "value.view(-1, self.num_kv_heads, self.head_size), None, None), attn_metadata)",
+                "return self._forward_last_token_prefill(query, kv_cache if key is None else "
+                "(key.view(-1, self.num_kv_heads, self.head_size), value.view(-1, self.num_kv_heads, self.head_size), "
+                "None, None), attn_metadata)",
             ),
         ),
     ),
@@ -81,8 +80,41 @@ FAULTS = (
         "the fast path is taken on decode",
         (
             (MODEL, '    if not attn_metadata.is_prompt:\n        return "the step decodes"\n', ""),
-            (MODEL, "attn_metadata.block_list is not None:", "False:"),
+            (
+                MODEL,
+                "    if attn_metadata.seq_lens_tensor is None or attn_metadata.slot_mapping is None:\n"
+                '        return "the runner gave no query lengths or no slot mapping"\n',
+                "",
+            ),
         ),
+    ),
+    Fault(
+        "the context is left out",
+        (
+            (ATTENTION, "        slots = torch.cat((context_slots, slots), dim=1)\n", ""),
+            (ATTENTION, "        bias = torch.cat((context_seen, bias", "        bias = (bias"),
+            (ATTENTION, "step_seen.gather(1, token.clamp(min=0))), dim=1)", "step_seen.gather(1, token.clamp(min=0)))"),
+        ),
+    ),
+    Fault(
+        "the first token's row of the context mask",
+        ((ATTENTION, "index_select(0, last.view(-1).clamp(min=0))", "index_select(0, last.view(-1) * 0)"),),
+    ),
+    Fault(
+        "the whole context for a sliding layer",
+        ((ATTENTION, "if block_list is not None and self.sliding_window:", "if False:"),),
+    ),
+    Fault(
+        "the last KV layer writes keys without rotary embedding",
+        ((MODEL, "        key = attention.rotary_emb(positions, key, None)[0]\n", ""),),
+    ),
+    Fault(
+        "the last KV layer writes values without their norm",
+        ((MODEL, "value = attention.v_norm(", "value = ("),),
+    ),
+    Fault(
+        "the LoRA mask keeps the batch's rows",
+        ((MODEL, "LoraMask.setLoraMask(mask.index_select(0, rows) if mask is not None else None)", "pass"),),
     ),
 )
 

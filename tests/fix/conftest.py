@@ -56,6 +56,11 @@ def load(relative: str, stubs: dict[str, types.ModuleType], upstream_names: dict
     return module
 
 
+def decoder_layer_forward(layer, positions, hidden_states, residual, per_layer_input=None, **kwargs):
+    """What the base class of a decoder layer does in these tests: see the layers of test_fast_prefill_forward.py."""
+    return layer.base_forward(positions, hidden_states, per_layer_input, **kwargs), None
+
+
 class PagedAttention:
     @staticmethod
     def split_kv_cache(kv_cache, num_kv_heads, head_size):
@@ -84,6 +89,17 @@ def model():
     context = types.SimpleNamespace(attn_metadata=None)
     config = types.SimpleNamespace()
 
+    class LoraMask:
+        mask = None
+
+        @staticmethod
+        def setLoraMask(mask):
+            LoraMask.mask = mask
+
+        @staticmethod
+        def getLoraMask():
+            return LoraMask.mask
+
     def run_decoder_layers(decoder_layers, layer_idx_start, positions, hidden_states, per_layer_inputs=None, **kwargs):
         for layer in decoder_layers:
             row = None if per_layer_inputs is None else per_layer_inputs[:, layer.index]
@@ -95,11 +111,17 @@ def model():
         vllm={},
         vllm__config=dict(VllmConfig=object, get_current_vllm_config=lambda: config),
         vllm__forward_context=dict(get_forward_context=lambda: context),
-        vllm__logger=dict(init_logger=lambda name: logger),
         vllm__model_executor={},
         vllm__model_executor__models={},
-        vllm__model_executor__models__gemma4=dict(Gemma4Model=type("Gemma4Model", (), {})),
+        vllm__model_executor__models__gemma4=dict(
+            Gemma4Model=type("Gemma4Model", (), {}),
+            Gemma4DecoderLayer=type("Gemma4DecoderLayer", (), {"forward": decoder_layer_forward}),
+        ),
+        vllm_gaudi={},
+        vllm_gaudi__extension={},
+        vllm_gaudi__extension__logger=dict(logger=lambda: logger),
+        vllm_gaudi__extension__ops=dict(LoraMask=LoraMask),
     )
     module = load("models/gemma4.py", stubs, {"_hpu_run_decoder_layers": run_decoder_layers})
-    module.context, module.config, module.log = context, config, logger.lines
+    module.context, module.config, module.log, module.lora = context, config, logger.lines, LoraMask
     return module

@@ -52,6 +52,8 @@ def gemma(model):
         ids.float().view(-1, 1, 1) + torch.arange(LAYERS).view(1, -1, 1) / 10
     ).expand(-1, -1, PER_LAYER)
     made.project_per_layer_inputs = lambda embeds, inputs: inputs
+    made.last_kv_layer_splits = False
+    made.one_sample_per_prompt = True
     return made
 
 
@@ -67,6 +69,8 @@ def batch(lens, padded_len, first_position=0):
     metadata = types.SimpleNamespace(
         is_prompt=True,
         block_list=None,
+        attn_bias=None,
+        window_attn_bias=None,
         slot_mapping=slots,
         seq_lens_tensor=torch.tensor(lens, dtype=torch.int32),
     )
@@ -177,7 +181,7 @@ def _last_token_rows(model, monkeypatch):
 
 FALL_BACKS = {
     "decode": (dict(is_prompt=False), None),
-    "context": (dict(block_list=torch.zeros(1)), "earlier tokens are in the KV cache already"),
+    "several prompts with context": (dict(block_list=torch.zeros(1)), "several prompts with context"),
     "no query lengths": (dict(seq_lens_tensor=None), "no query lengths or no slot mapping"),
     "no slot mapping": (dict(slot_mapping=None), "no query lengths or no slot mapping"),
     "several prompts in a row": (dict(seq_lens_tensor=torch.ones(9)), "not one padded row per prompt"),
@@ -193,6 +197,31 @@ def test_falls_back_to_all_layers_on_all_tokens(model, gemma, case):
     assert out[:, 0].tolist() == (torch.arange(4 * S) * 100.0 + LAYERS).tolist()
     assert not gemma.layers[0].self_attn.rotary_emb.prepared
     assert [reason in line for line in model.log] == ([True] if reason else [])
+
+
+MASKED = dict(block_list=torch.zeros(1), attn_bias=torch.zeros(1, 1, S, S), window_attn_bias=torch.zeros(1, 1, S, S))
+
+
+def test_a_prompt_with_context_takes_the_fast_path(model, gemma):
+    run(model, gemma, [5], S, **MASKED)
+    assert [layer.calls[0][1].shape[0] for layer in gemma.layers] == [S] * (LAYERS - SHARED) + [1] * SHARED
+
+
+@pytest.mark.parametrize(
+    "case, changes, reason",
+    [
+        ("a KV connector", {}, "a KV connector may"),
+        ("no mask", dict(attn_bias=None), "no masks for the context"),
+        ("no window mask", dict(window_attn_bias=None), "no masks for the context"),
+    ],
+)
+def test_a_prompt_with_context_falls_back_where_its_rows_are_not_known_to_be_enough(
+    model, gemma, case, changes, reason
+):
+    gemma.one_sample_per_prompt = case != "a KV connector"
+    run(model, gemma, [5], S, **{**MASKED, **changes})
+    assert gemma.layers[4].calls[0][1].shape[0] == S
+    assert reason in model.log[0]
 
 
 def test_falls_back_before_the_kv_cache_is_allocated(model, gemma):
@@ -235,6 +264,7 @@ def test_no_host_synchronisation(model, gemma):
 @pytest.fixture
 def server(model):
     vars(model.config).update(
+        kv_transfer_config=None,
         lora_config=None,
         parallel_config=types.SimpleNamespace(pipeline_parallel_size=1),
         model_config=types.SimpleNamespace(runner_type="generate"),
@@ -256,10 +286,6 @@ def no_shared_layers(gemma, server):
     gemma.config.num_kv_shared_layers = 0
 
 
-def lora(gemma, server):
-    server.lora_config = object()
-
-
 def merged_prefill(gemma, server):
     gemma.layers[3].self_attn.attn.impl.use_merged_prefill = True
 
@@ -277,7 +303,6 @@ def pooling(gemma, server):
     "change, reason",
     [
         (no_shared_layers, "no KV-shared layers"),
-        (lora, "LoRA"),
         (merged_prefill, "merged prefill"),
         (pipeline_stages, "pipeline stages"),
         (pooling, "pooling"),
@@ -300,6 +325,132 @@ def test_refuses_an_fp8_kv_cache_at_start(model, gemma, server):
 def test_touches_nothing_without_the_flag(model, gemma, server):
     gemma.fast_prefill_enabled = False
     gemma.layers[2].self_attn.attn.kv_cache_dtype = "fp8_inc"
-    lora(gemma, server)
+    gemma.positions = buffer = torch.zeros(4)
     start(model, gemma)
     assert not model.log
+    assert gemma.positions is buffer
+    assert type(gemma.layers[2]) is Layer
+
+
+def test_the_buffers_for_cuda_graphs_are_freed(model, gemma, server):
+    gemma.positions, gemma.hidden_states, gemma.per_layer_inputs = (torch.zeros(4) for _ in range(3))
+    start(model, gemma)
+    assert gemma.positions is gemma.hidden_states is gemma.per_layer_inputs is None
+
+
+def test_a_kv_connector_keeps_prompts_with_context_on_all_layers(model, gemma, server):
+    server.kv_transfer_config = object()
+    start(model, gemma)
+    assert gemma.fast_prefill_enabled
+    assert not gemma.one_sample_per_prompt
+
+
+# The last layer with a KV cache of its own.
+
+
+def test_it_splits_where_its_rotary_embedding_caches_nothing(model, gemma, server):
+    gemma.layers[2].self_attn.rotary_emb = types.SimpleNamespace()
+    start(model, gemma)
+    assert gemma.last_kv_layer_splits
+    assert type(gemma.layers[2]) is model.HpuGemma4LastKVDecoderLayer
+    assert all(type(gemma.layers[i]) is Layer for i in (0, 1, 3, 4))
+
+
+@pytest.mark.parametrize("why", ["cached rotary embedding", "LoRA"])
+def test_it_stays_whole_where_the_rows_would_need_state_of_their_own(model, gemma, server, why):
+    if why == "LoRA":
+        gemma.layers[2].self_attn.rotary_emb = types.SimpleNamespace()
+        server.lora_config = object()
+    start(model, gemma)
+    assert not gemma.last_kv_layer_splits
+    assert type(gemma.layers[2]) is Layer
+
+
+@pytest.fixture
+def kv_layer(model):
+    """The split layer with two heads of size 4, one KV head, and its K/V writes in `.written`."""
+    heads, kv_heads, head_dim, written = 2, 1, 4, []
+    layer = object.__new__(model.HpuGemma4LastKVDecoderLayer)
+    weight = torch.rand((heads + 2 * kv_heads) * head_dim, HIDDEN)
+    layer.input_layernorm = lambda states: states * 2
+    layer.base_forward = lambda positions, states, inputs: (positions, states, inputs)
+    layer.self_attn = types.SimpleNamespace(
+        qkv_proj=lambda states: (states @ weight.T, None),
+        q_size=heads * head_dim,
+        kv_size=kv_heads * head_dim,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        k_norm=lambda key: key + 10,
+        v_norm=lambda value: value + 20,
+        rotary_emb=lambda positions, query, key: (query * positions.flatten().unsqueeze(1), key),
+        attn=types.SimpleNamespace(
+            kv_cache="cache",
+            impl=types.SimpleNamespace(write_prompt_kv=lambda *what: written.append(what)),
+        ),
+    )
+    layer.written = written
+    return layer
+
+
+def test_it_writes_the_keys_and_values_of_every_token(model, kv_layer):
+    model.context.attn_metadata = "metadata"
+    states, positions = torch.rand(6, HIDDEN), torch.arange(6).view(2, 3)
+    kv_layer.forward(positions, states, None, last_token_rows=torch.tensor([1, 5]))
+    [(key, value, cache, metadata)] = kv_layer.written
+    qkv, _ = kv_layer.self_attn.qkv_proj(states * 2)
+    torch.testing.assert_close(key.reshape(6, 4), (qkv[:, 8:12] + 10) * torch.arange(6).unsqueeze(1))
+    torch.testing.assert_close(value.reshape(6, 4), qkv[:, 12:] + 20)
+    assert (cache, metadata) == ("cache", "metadata")
+
+
+def test_the_rest_of_it_runs_on_the_last_tokens(model, kv_layer):
+    states, positions, inputs = torch.rand(6, HIDDEN), torch.arange(6).view(2, 3), torch.rand(2, PER_LAYER)
+    (out, _) = kv_layer.forward(positions, states, None, inputs, last_token_rows=torch.tensor([1, 5]))
+    assert out[0].tolist() == [1, 5]
+    torch.testing.assert_close(out[1], states[[1, 5]])
+    assert out[2] is inputs
+
+
+def test_it_is_the_layer_it_was_without_rows(model, kv_layer):
+    states, positions, inputs = torch.rand(6, HIDDEN), torch.arange(6).view(2, 3), torch.rand(6, PER_LAYER)
+    (out, _) = kv_layer.forward(positions, states, None, inputs)
+    assert out[0] is positions and out[1] is states and out[2] is inputs
+    assert not kv_layer.written
+
+
+def test_a_split_layer_gets_the_rows_and_hands_them_on(model, gemma):
+    class Split(Layer):
+        def __call__(self, positions, hidden_states, per_layer_input, last_token_rows=None):
+            self.rows = last_token_rows
+            out = super().__call__(positions, hidden_states, per_layer_input)
+            return out.index_select(0, last_token_rows)
+
+    gemma.last_kv_layer_splits = True
+    gemma.layers[2].__class__ = Split
+    out = run(model, gemma)
+    assert gemma.layers[2].rows.tolist() == ROWS
+    assert gemma.layers[2].calls[0][1].shape == (4 * S, HIDDEN)
+    assert gemma.layers[2].calls[0][2].shape == (4, PER_LAYER)
+    assert [layer.calls[0][1].shape[0] for layer in gemma.layers[3:]] == [4, 4]
+    expected = torch.arange(4 * S).float() * 100 + (LAYERS - SHARED - 1)
+    expected[ROWS] += SHARED + 1
+    assert out[:, 0].tolist() == expected.tolist()
+
+
+# LoRA masks.
+
+
+def test_the_lora_mask_holds_the_rows_while_they_run_and_all_tokens_before_and_after(model, gemma):
+    mask = torch.arange(4 * S).unsqueeze(1)
+    model.lora.setLoraMask(mask)
+    seen = []
+    for layer in gemma.layers:
+        layer.__class__ = type(
+            "Masked",
+            (Layer,),
+            {"__call__": lambda self, *args: (seen.append(model.lora.getLoraMask()), Layer.__call__(self, *args))[1]},
+        )
+    run(model, gemma)
+    assert [len(rows) for rows in seen] == [4 * S] * (LAYERS - SHARED) + [4] * SHARED
+    assert seen[-1].flatten().tolist() == ROWS
+    assert model.lora.getLoraMask() is mask

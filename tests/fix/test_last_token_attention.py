@@ -57,15 +57,8 @@ class Prompts:
     def attend(self, attention, scale, sliding_window=None):
         kv_heads, head_size = self.key_cache.shape[1:]
         query = self.query.view(len(self.lens), kv_heads, -1, head_size)
-        out = attention._attend_last_tokens(
-            query,
-            self.key_cache,
-            self.value_cache,
-            self.slot_mapping,
-            self.query_lens,
-            scale,
-            sliding_window,
-        )
+        slots, bias = attention._last_token_keys(self.slot_mapping, self.query_lens, sliding_window)
+        out = attention._attend(query, self.key_cache, self.value_cache, slots, bias, scale)
         return out.view(len(self.lens), -1)
 
     def metadata(self, **other):
@@ -73,6 +66,8 @@ class Prompts:
             **{
                 "is_prompt": True,
                 "block_list": None,
+                "attn_bias": None,
+                "block_size": BLOCK,
                 "slot_mapping": self.slot_mapping,
                 "seq_lens_tensor": self.query_lens,
                 **other,
@@ -144,11 +139,18 @@ def test_shapes_depend_on_the_padded_batch_alone(attention):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     prompts = Prompts([200, 10], 256)
-    query = prompts.query.view(2, 1, 4, 32)
-    tensors = (query, *same_size(prompts), prompts.slot_mapping, prompts.query_lens)
+
+    def attend(query, key_cache, value_cache, slot_mapping, query_lens):
+        slots, bias = attention._last_token_keys(slot_mapping, query_lens, 128)
+        return attention._attend(query, key_cache, value_cache, slots, bias, 1.0)
+
+    def inputs(prompts):
+        return (prompts.query.view(2, 1, 4, 32), *same_size(prompts), prompts.slot_mapping, prompts.query_lens)
+
+    tensors = inputs(prompts)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(tensor) for tensor in tensors]
-        assert attention._attend_last_tokens(*fake, 1.0, 128).shape == (2, 1, 4, 32)
+        assert attend(*fake).shape == (2, 1, 4, 32)
 
     graphs = []
 
@@ -157,11 +159,9 @@ def test_shapes_depend_on_the_padded_batch_alone(attention):
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(attention._attend_last_tokens, backend=count, fullgraph=True, dynamic=False)
+    compiled = torch.compile(attend, backend=count, fullgraph=True, dynamic=False)
     for lens in ([200, 10], [1, 256], [0, 7]):
-        prompts = Prompts(lens, 256)
-        query = prompts.query.view(2, 1, 4, 32)
-        compiled(query, *same_size(prompts), prompts.slot_mapping, prompts.query_lens, 1.0, 128)
+        compiled(*inputs(Prompts(lens, 256)))
     assert len(graphs) == 1
 
 
@@ -173,6 +173,99 @@ def same_size(prompts, slots=6 * BLOCK):
         padded[: len(cache)] = cache
         caches.append(padded)
     return caches
+
+
+# Prompts with context.
+
+
+class WithContext(Prompts):
+    """One prompt whose first tokens are in the cache already, in scattered blocks; its step's tokens are padded.
+
+    Each block list is padded with -1 as buckets do. The masks are arbitrary, but for the last token's own key, which
+    every row sees: what the fix shows that token must be its row of them, whatever they say.
+    """
+
+    def __init__(self, context, step, padded_len, window_blocks=None, seed=0):
+        super().__init__([context + step], context + step, seed=seed)
+        gen = torch.Generator().manual_seed(seed + 1)
+        self.context, self.step = context, step
+        slots = self.slot_mapping[0]
+        self.slot_mapping = torch.full((1, padded_len), -1, dtype=torch.int64)
+        self.slot_mapping[0, :step] = slots[context:]
+        self.query_lens = torch.tensor([step], dtype=torch.int32)
+        blocks = [int(slots[start]) // BLOCK for start in range(0, context, BLOCK)]
+        for block in blocks:  # a block's unused slots are masked, and read all the same
+            unused = torch.isnan(self.key_cache[block * BLOCK : (block + 1) * BLOCK])
+            for cache in (self.key_cache, self.value_cache):
+                cache[block * BLOCK : (block + 1) * BLOCK][unused] = 0
+        self.block_list = torch.tensor([*blocks, -1], dtype=torch.int32)
+        kept = blocks[-window_blocks:] if window_blocks else []
+        self.window_block_list = torch.tensor([*kept, -1], dtype=torch.int32) if kept else None
+        self.first_kept = (len(blocks) - len(kept)) * BLOCK if kept else 0
+        self.masks = {}
+        for name, block_list, first in (
+            ("full", self.block_list, 0),
+            ("window", self.window_block_list, self.first_kept),
+        ):
+            if block_list is None:
+                block_list = self.block_list
+            past = len(block_list) * BLOCK
+            mask = torch.rand(padded_len, past + padded_len, generator=gen) < 0.3
+            mask[:, max(0, context - first) : past] = True  # slots of the blocks that hold no context, and padding
+            mask[:, past + step :] = True
+            mask[torch.arange(padded_len), past + torch.arange(padded_len)] = False
+            self.masks[name] = torch.zeros(mask.shape).masked_fill(mask, -torch.inf).view(1, 1, *mask.shape)
+
+    def metadata(self, **other):
+        return super().metadata(
+            block_list=self.block_list,
+            window_block_list=self.window_block_list,
+            attn_bias=self.masks["full"],
+            window_attn_bias=self.masks["window"],
+            **other,
+        )
+
+    def reference(self, scale, sliding_window=None):
+        """Float64 attention of the last token over what its row of the mask shows of context and step."""
+        mask = self.masks["window" if sliding_window else "full"][0, 0, self.step - 1]
+        first = self.first_kept if sliding_window else 0
+        past = mask.numel() - self.masks["full"].shape[2]
+        shown = torch.cat((mask[: self.context - first], mask[past : past + self.step])).double()
+        keys, values = (states[0][first:, 0].double() for states in (self.keys, self.values))
+        if sliding_window:
+            far = self.step - 1 - torch.arange(self.step) >= sliding_window
+            shown[self.context - first :][far] = -torch.inf
+        query = self.query.double().view(-1, keys.shape[1])
+        return (torch.softmax(scale * query @ keys.T + shown, -1) @ values).view(1, -1)
+
+
+@pytest.mark.parametrize("window", [None, 128, 256])
+@pytest.mark.parametrize("context, step", [(128, 1), (100, 5), (300, 128), (640, 130), (129, 256)])
+def test_with_context_the_last_token_sees_its_row_of_the_masks(attention, context, step, window):
+    blocks = window // BLOCK + 1 if window else None
+    prompts = WithContext(context, step, -(-step // BLOCK) * BLOCK, blocks)
+    out = forward(impl(attention, sliding_window=window), prompts)
+    close(out, prompts.reference(0.5, window), [step])
+
+
+def test_without_a_block_list_of_its_own_the_window_uses_the_whole_one(attention):
+    prompts = WithContext(300, 100, 128)
+    assert prompts.window_block_list is None
+    close(forward(impl(attention), prompts), prompts.reference(0.5, 128), [100])
+
+
+def test_context_in_a_compiled_layer_is_one_graph_for_all_block_lists(attention):
+    """The plugin marks the block list's length as unknown to the compiler."""
+    made = impl(attention)
+    torch._dynamo.reset()
+    compiled = torch.compile(made.forward, backend="eager", fullgraph=True, dynamic=False)
+    for context in (300, 150):
+        prompts = WithContext(context, 100, 128, 2)
+        kv_cache = (prompts.key_cache, prompts.value_cache, None, None)
+        metadata = prompts.metadata()
+        torch._dynamo.decorators.mark_unbacked(metadata.block_list, 0)
+        out = compiled(None, prompts.query, None, None, kv_cache, metadata)
+        close(out, prompts.reference(0.5, 128), [100])
 
 
 # HPUAttentionImpl: when the one-query form applies, and what it refuses.
@@ -234,9 +327,7 @@ def test_the_cache_is_only_read(attention):
 @pytest.mark.parametrize(
     "layer, metadata",
     [
-        pytest.param(dict(kv_sharing_target_layer_name=None), {}, id="a layer with its own cache"),
         pytest.param({}, dict(is_prompt=False), id="decode"),
-        pytest.param({}, dict(block_list=torch.zeros(1, dtype=torch.int32)), id="a prompt with context"),
         pytest.param({}, dict(slot_mapping=None), id="no slot mapping"),
         pytest.param({}, dict(slot_mapping=torch.zeros(1, 2, dtype=torch.int64)), id="merged prefill"),
         pytest.param({}, dict(slot_mapping=torch.zeros(2, 1, dtype=torch.int64)), id="every row is there"),
@@ -262,3 +353,20 @@ def test_refuses_an_fp8_cache(attention):
     prompts.key_cache = prompts.key_cache.to(torch.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="FP8 KV cache: drop"):
         forward(impl(attention), prompts)
+
+
+def test_writes_the_keys_and_values_of_a_prompt_at_its_slots(attention):
+    class Cache:
+        def __call__(self, states, cache, slots, scales=None, block_size=None, is_prompt=False):
+            assert block_size == BLOCK and is_prompt and scales is None
+            cache.index_copy_(0, slots, states)
+
+    prompts = Prompts([5, 3], 5)
+    prompts.slot_mapping[1, 3:] = 0
+    made = impl(attention, k_cache=Cache(), v_cache=Cache())
+    key, value = torch.rand(10, 32), torch.rand(10, 1, 32)
+    kv_cache = (prompts.key_cache, prompts.value_cache, None, None)
+    made.write_prompt_kv(key, value, kv_cache, prompts.metadata())
+    slots = prompts.slot_mapping.flatten()
+    torch.testing.assert_close(prompts.key_cache[slots[:8], 0], key[:8])
+    torch.testing.assert_close(prompts.value_cache[slots[:8], 0], value[:8, 0])

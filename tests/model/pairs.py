@@ -42,16 +42,16 @@ class Pair:
 
 @contextlib.contextmanager
 def rows_through(runner: Runner):
-    """Collect the number of rows that each layer got, a list per forward."""
+    """Collect the number of rows that each layer's MLP got, a list per forward."""
     forwards: list[list[int]] = []
     layers = runner.model.model.language_model.model.layers
 
-    def note(layer, args, kwargs):
-        if layer is layers[0]:
+    def note(mlp, args):
+        if mlp is layers[0].mlp:
             forwards.append([])
-        forwards[-1].append(args[1].shape[0])
+        forwards[-1].append(args[0].shape[0])
 
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    hooks = [layer.mlp.register_forward_pre_hook(note) for layer in layers]
     try:
         yield forwards
     finally:

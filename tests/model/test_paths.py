@@ -11,7 +11,8 @@ from demo import model
 from demo.model import reference_logits
 from demo.runner import Runner
 
-FIRST_SHARED = 15
+FIRST_ON_ROWS = 14  # the last layer with a KV cache of its own; of its output, too, only the last tokens' is needed
+LAYERS = 35
 
 
 @pytest.fixture
@@ -24,10 +25,10 @@ def fresh(pair):
     return pair
 
 
-def test_only_one_row_per_prompt_runs_the_shared_layers(pair):
+def test_only_one_row_per_prompt_runs_the_layers_whose_kv_nobody_needs(pair):
     with rows_through(pair.on) as forwards:
         pair.on.prefill(pair.prompts(5, 300), rows=4)
-    assert forwards == [[4 * 384] * FIRST_SHARED + [4] * 20]
+    assert forwards == [[4 * 384] * FIRST_ON_ROWS + [4] * (LAYERS - FIRST_ON_ROWS)]
 
 
 def test_every_row_runs_every_layer_with_the_flag_off(pair):
@@ -44,7 +45,7 @@ def test_no_value_of_a_tensor_is_looked_at(site):
         with rows_through(runner) as forwards:
             _, logits = runner.prefill([[1] * 300, [2] * 5], rows=4)
     assert logits.shape == (2, config.vocab_size)
-    assert forwards == [[4 * 384] * FIRST_SHARED + [4] * 20]
+    assert forwards == [[4 * 384] * FIRST_ON_ROWS + [4] * (LAYERS - FIRST_ON_ROWS)]
 
 
 def test_decode_steps_run_every_layer(pair):
@@ -55,25 +56,29 @@ def test_decode_steps_run_every_layer(pair):
 
 
 @pytest.mark.parametrize("first, second", [(WINDOW, 40), (200, 1), (200, 190), (3 * WINDOW, 130)])
-def test_prompts_with_context_run_every_layer_and_agree(pair, first, second):
+def test_prompts_with_context_take_the_fast_path_and_agree(pair, first, second):
     (prompt,) = pair.prompts(first + second)
-    logits = {}
+    logits, rows = {}, {}
     for name, runner in (("off", pair.off), ("on", pair.on)):
         (request,), _ = runner.prefill([prompt[:first]])
         with rows_through(runner) as forwards:
             logits[name] = runner.extend(request, prompt[first:])
-        (rows,) = forwards
-        assert len(set(rows)) == 1 and len(rows) == 35
+        (rows[name],) = forwards
         runner.release(request)
+    padded = rows["off"][0]
+    assert rows["off"] == [padded] * LAYERS
+    assert rows["on"] == [padded] * FIRST_ON_ROWS + [1] * (LAYERS - FIRST_ON_ROWS)
     torch.testing.assert_close(logits["on"], logits["off"], atol=5e-4, rtol=0)
     expected = reference_logits(pair.reference, prompt)[-1:]
     torch.testing.assert_close(logits["on"], expected, atol=1e-3, rtol=0)
 
 
-def test_the_cache_after_a_prompt_is_the_same_to_the_bit(fresh):
-    prompts = fresh.prompts(1, 127, 129, 300)
-    fresh.off.prefill(prompts, rows=6)
-    fresh.on.prefill(prompts, rows=6)
+@pytest.mark.parametrize("with_context", [False, True])
+def test_the_cache_after_a_prompt_is_the_same_to_the_bit(fresh, with_context):
+    for runner in (fresh.off, fresh.on):
+        (first, *_), _ = runner.prefill(fresh.prompts(200, 127, 129, 300), rows=6)
+        if with_context:
+            runner.extend(first, [7] * 150)
     for name, cache in fresh.off.caches.items():
         for half, fast_half in zip(cache[:2], fresh.on.caches[name][:2], strict=True):
             assert torch.equal(half[:-128], fast_half[:-128])  # the last block takes what padding writes
@@ -100,20 +105,20 @@ def test_all_layers_run_on_all_tokens_while_no_cache_is_allocated(pair):
     assert forwards == [[2 * 256] * 35]
 
 
-def test_each_reason_is_told_once(pair, caplog, monkeypatch):
+def test_each_reason_is_told_once_by_the_logger_that_vllm_sets_up(pair, caplog, monkeypatch):
     import vllm.logger
-    from vllm_gaudi.models import gemma4
 
-    for once in (vllm.logger._print_info_once, vllm.logger._print_warning_once):
-        once.cache_clear()
-    monkeypatch.setattr(gemma4.logger, "propagate", True)
-    caplog.set_level(logging.INFO, gemma4.logger.name)
+    vllm.logger._print_info_once.cache_clear()
+    told_by = logging.getLogger("vllm")
+    monkeypatch.setattr(told_by, "propagate", True)
+    monkeypatch.setattr(pair.on.model.model.language_model.model, "one_sample_per_prompt", False)
+    caplog.set_level(logging.INFO, told_by.name)
     (request,), _ = pair.on.prefill(pair.prompts(130))
     for _ in range(3):
         pair.on.extend(request, [1, 2, 3])
-    told = [message for message in caplog.messages if "ast prefill" in message]
-    assert len(told) == 1
-    assert "in the KV cache already" in told[0]
+    told = [record for record in caplog.records if "ast prefill" in record.message]
+    assert [record.name for record in told] == ["vllm"]
+    assert "a KV connector" in told[0].message
 
 
 def test_only_models_with_kv_shared_layers_are_changed(pair_of):

@@ -3,26 +3,28 @@
 
 Why: in Gemma 4 E2B and E4B the last layers write no KV cache of their own, they read an earlier layer's. While a
 prompt is prefilled nothing needs their output but the token that is sampled, the prompt's last one.
-How: with --kv-sharing-fast-prefill a prompt batch without context runs the layers before the first KV-shared one on
-every token and the KV-shared ones on one row per prompt. vLLM's own `fast_prefill_forward` does so from per-layer GPU
-attention metadata, which the HPU runner has no part for; this one needs only what the HPU runner hands over anyway.
+How: with --kv-sharing-fast-prefill a prompt batch runs the layers before the first KV-shared one on every token, and
+the KV-shared ones on one row per prompt; so does the last layer with a KV cache of its own, once it has written K/V of
+every token. vLLM's own `fast_prefill_forward` needs per-layer GPU attention metadata, which the HPU runner does not
+build; this one needs only what that runner hands over anyway.
 Related: vllm#22628 (the flag), vllm#60445 (on by default for E2B and E4B on GPU), vllm#54917 (shared layers project
 queries only).
-Future: prompts with context take the normal path; they could take this one with the runner's masks.
+Future: text-only checkpoints (Gemma4ForCausalLM) do not go through this class yet.
 """
 
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
 import torch.nn as nn
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.models.gemma4 import (
     Gemma4Model as UpstreamGemma4Model, )
-from vllm_gaudi_overrides.merging import before
-
-logger = init_logger(__name__)
+from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer
+from vllm_gaudi.extension.logger import logger as plugin_logger
+from vllm_gaudi.extension.ops import LoraMask
+from vllm_gaudi_overrides.merging import added, before
 
 
 class HpuGemma4Model(UpstreamGemma4Model):
@@ -46,37 +48,89 @@ class HpuGemma4Model(UpstreamGemma4Model):
             per_layer_inputs: [B * S, layers, P] embeddings of the per-layer inputs, beside inputs_embeds.
         Returns:
             [B * S, D] hidden states before the final norm. After a fast prefill only the rows that the runner samples,
-            `row * S + query length - 1`, went through all the layers; the other ones are what the last layer with a KV
-            cache of its own gave.
+            `row * S + query length - 1`, went through all the layers; the other ones through those that ran on them.
         """
         if inputs_embeds is None:
             inputs_embeds = self.embed_input_ids(input_ids)
             per_layer_inputs = self.get_per_layer_inputs(input_ids)
         per_layer_inputs = self.project_per_layer_inputs(inputs_embeds, per_layer_inputs)
-        first_shared = _first_kv_shared_layer(self.config)
-        hidden_states = _hpu_run_decoder_layers(islice(self.layers, first_shared), 0, positions, inputs_embeds,
-                                                per_layer_inputs, **kwargs)
-
-        shared_layers = list(islice(self.layers, first_shared, None))
         attn_metadata = get_forward_context().attn_metadata
-        reason = _why_not_fast_prefill(attn_metadata, positions, shared_layers[0].self_attn.attn.kv_cache)
+        first_shared = _first_kv_shared_layer(self.config)
+        reason = _why_not_fast_prefill(attn_metadata, positions, self.layers[first_shared].self_attn.attn.kv_cache,
+                                       self.one_sample_per_prompt)
         if reason is not None:
             if attn_metadata is not None and attn_metadata.is_prompt:
-                logger.info_once("Fast prefill: all layers run on all tokens of prompts where %s.", reason)
-            return _hpu_run_decoder_layers(shared_layers, first_shared, positions, hidden_states, per_layer_inputs,
-                                           **kwargs)
+                plugin_logger().info_once("Fast prefill: all layers run on all tokens of prompts where %s.", reason)
+            return _hpu_run_decoder_layers(self.layers, 0, positions, inputs_embeds, per_layer_inputs, **kwargs)
+
+        first_on_rows = first_shared - 1 if self.last_kv_layer_splits else first_shared
+        hidden_states = _hpu_run_decoder_layers(islice(self.layers, first_on_rows), 0, positions, inputs_embeds,
+                                                per_layer_inputs, **kwargs)
 
         rows = _last_token_rows(attn_metadata.seq_lens_tensor, positions.shape[1])
-        row_positions = positions.flatten().index_select(0, rows)
         row_inputs = per_layer_inputs.index_select(0, rows) if per_layer_inputs is not None else None
-        rotary_caches = _rotary_caches(shared_layers)
-        for rotary_emb in rotary_caches:
-            rotary_emb.prepare_cos_sin(row_positions)
-        row_states = _hpu_run_decoder_layers(shared_layers, first_shared, row_positions,
-                                             hidden_states.index_select(0, rows), row_inputs, **kwargs)
-        for rotary_emb in rotary_caches:
-            del rotary_emb.cos, rotary_emb.sin
+        if self.last_kv_layer_splits:
+            row_states = _hpu_run_decoder_layers([self.layers[first_on_rows]],
+                                                 first_on_rows,
+                                                 positions,
+                                                 hidden_states,
+                                                 row_inputs,
+                                                 last_token_rows=rows,
+                                                 **kwargs)
+        else:
+            row_states = hidden_states.index_select(0, rows)
+        shared_layers = list(islice(self.layers, first_shared, None))
+        row_positions = positions.flatten().index_select(0, rows)
+        with _lora_mask_of(rows), _rotary_caches_of(shared_layers, row_positions):
+            row_states = _hpu_run_decoder_layers(shared_layers, first_shared, row_positions, row_states, row_inputs,
+                                                 **kwargs)
         return hidden_states.index_copy(0, rows, row_states)
+
+
+@added
+class HpuGemma4LastKVDecoderLayer(Gemma4DecoderLayer):
+    """The last layer with a KV cache of its own: later layers need its K/V of every token, its output of the last ones.
+    """
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        per_layer_input: torch.Tensor | None = None,
+        last_token_rows: torch.Tensor | None = None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the layer; with last_token_rows write K/V of all rows and run the rest on those rows.
+
+        Args:
+            positions: [B, S].
+            hidden_states: [B * S, D].
+            residual: unused, as in the base class.
+            per_layer_input: [rows of the output, P].
+            last_token_rows: [B] int64, or None to run on every row.
+        Returns:
+            [B, D] or [B * S, D], and None.
+        """
+        if last_token_rows is not None:
+            self._write_kv(positions, self.input_layernorm(hidden_states))
+            positions = positions.flatten().index_select(0, last_token_rows)
+            hidden_states = hidden_states.index_select(0, last_token_rows)
+        return super().forward(positions, hidden_states, residual, per_layer_input=per_layer_input, **kwargs)
+
+    def _write_kv(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """Project, normalise and rotate K, normalise V, of every row, and put them into the KV cache.
+
+        The projection runs whole, query included: a product with the K/V part of the weight alone would save a
+        hundredth of the prompt's work, and round K/V in another way than without the flag.
+        """
+        attention = self.self_attn
+        qkv, _ = attention.qkv_proj(hidden_states)
+        _, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
+        key = attention.k_norm(key.unflatten(-1, (attention.num_kv_heads, attention.head_dim))).flatten(-2)
+        key = attention.rotary_emb(positions, key, None)[0]
+        value = attention.v_norm(value.unflatten(-1, (attention.num_kv_heads, attention.head_dim)))
+        attention.attn.impl.write_prompt_kv(key, value, attention.attn.kv_cache, get_forward_context().attn_metadata)
 
 
 def _first_kv_shared_layer(config) -> int:
@@ -97,13 +151,32 @@ def _last_token_rows(query_lens: torch.Tensor, padded_len: int) -> torch.Tensor:
     return starts + (query_lens.long() - 1).clamp(min=0)
 
 
-def _rotary_caches(layers: list) -> list:
-    """The rotary embeddings of these layers that keep cos and sin of a whole forward's tokens, each once."""
+@contextmanager
+def _rotary_caches_of(layers: list, positions: torch.Tensor):
+    """Within it the rotary embeddings of these layers that cache cos and sin of a forward's tokens hold these ones'.
+
+    Args:
+        positions: [B] of the tokens that the layers get.
+    """
     modules = {id(rotary): rotary for rotary in (layer.self_attn.rotary_emb for layer in layers)}
-    return [rotary for rotary in modules.values() if hasattr(rotary, "prepare_cos_sin")]
+    caching = [rotary for rotary in modules.values() if hasattr(rotary, "prepare_cos_sin")]
+    for rotary_emb in caching:
+        rotary_emb.prepare_cos_sin(positions)
+    yield
+    for rotary_emb in caching:
+        del rotary_emb.cos, rotary_emb.sin
 
 
-def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache) -> str | None:
+@contextmanager
+def _lora_mask_of(rows: torch.Tensor):
+    """Within it the plugin's LoRA mask, which has a row per token of the batch, holds these rows' alone."""
+    mask = LoraMask.getLoraMask()
+    LoraMask.setLoraMask(mask.index_select(0, rows) if mask is not None else None)
+    yield
+    LoraMask.setLoraMask(mask)
+
+
+def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, one_sample: bool) -> str | None:
     """Why the KV-shared layers must run on every token of this batch; None if one row per prompt will do.
 
     Decided from Python values and shapes alone, so that it costs no synchronisation and is the same for all the
@@ -113,6 +186,7 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache) -> s
         attn_metadata: the runner's metadata for all layers.
         positions: [B, S].
         kv_cache: what is bound to a KV-shared layer; a tuple once the runner has allocated the caches.
+        one_sample: no step of this server samples several tokens of a prompt.
     """
     if attn_metadata is None:
         return "there is no attention metadata"
@@ -120,13 +194,19 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache) -> s
         return "the step decodes"
     if not isinstance(kv_cache, tuple):
         return "no KV cache is allocated yet"
-    if attn_metadata.block_list is not None:
-        return "earlier tokens are in the KV cache already (prefix cache hits, later chunks of a long prompt)"
     if attn_metadata.seq_lens_tensor is None or attn_metadata.slot_mapping is None:
         return "the runner gave no query lengths or no slot mapping"
     if not (positions.dim() == 2 and positions.shape == attn_metadata.slot_mapping.shape
             and positions.shape[0] == attn_metadata.seq_lens_tensor.shape[0]):
         return "the batch is not one padded row per prompt"
+    if attn_metadata.block_list is None:
+        return None
+    if not one_sample:
+        return "a KV connector may have requests sample several tokens of a step that has context"
+    if positions.shape[0] != 1:
+        return "several prompts with context share a batch"
+    if attn_metadata.attn_bias is None or attn_metadata.window_attn_bias is None:
+        return "the runner gave no masks for the context"
     return None
 
 
@@ -138,13 +218,28 @@ def _configure_fast_prefill(model: UpstreamGemma4Model, vllm_config: VllmConfig)
     """
     if not model.fast_prefill_enabled:
         return
+    # Requests that a KV connector puts back are caught up by a prompt step which samples all of its tokens.
+    model.one_sample_per_prompt = vllm_config.kv_transfer_config is None
     reason = _why_fast_prefill_is_off(model, vllm_config)
     if reason is not None:
         model.fast_prefill_enabled = False
-        logger.warning("--kv-sharing-fast-prefill has no effect: %s.", reason)
+        plugin_logger().warning("--kv-sharing-fast-prefill has no effect: %s.", reason)
     elif any(layer.self_attn.attn.kv_cache_dtype.startswith("fp8") for layer in model.layers):
         raise ValueError("--kv-sharing-fast-prefill reads K/V from the cache as they are and cannot read an FP8 KV "
                          "cache on HPU. Drop the flag, or drop --kv-cache-dtype fp8_inc.")
+    else:
+        _prepare_fast_prefill(model, vllm_config)
+
+
+def _prepare_fast_prefill(model: UpstreamGemma4Model, vllm_config: VllmConfig) -> None:
+    """Let the last layer with a KV cache of its own split; free what vLLM keeps for CUDA graphs."""
+    layer = model.layers[_first_kv_shared_layer(model.config) - 1]
+    # What is set for all tokens, a rotary embedding's cos and sin or a LoRA mask, cannot serve the last rows too.
+    model.last_kv_layer_splits = (vllm_config.lora_config is None
+                                  and not hasattr(layer.self_attn.rotary_emb, "prepare_cos_sin"))
+    if model.last_kv_layer_splits:
+        layer.__class__ = HpuGemma4LastKVDecoderLayer
+    model.positions = model.hidden_states = model.per_layer_inputs = None
 
 
 def _why_fast_prefill_is_off(model: UpstreamGemma4Model, vllm_config: VllmConfig) -> str | None:
@@ -155,8 +250,6 @@ def _why_fast_prefill_is_off(model: UpstreamGemma4Model, vllm_config: VllmConfig
         return "the layers are spread over pipeline stages"
     if vllm_config.model_config.runner_type == "pooling":
         return "pooling needs every token"
-    if vllm_config.lora_config is not None:
-        return "the LoRA masks cover every token of a batch"
     if any(layer.self_attn.attn.impl.use_merged_prefill for layer in model.layers):
         return "merged prefill puts several prompts in one row"
     return None

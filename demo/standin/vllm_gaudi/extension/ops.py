@@ -85,3 +85,17 @@ def decode_attention(
     parts = torch.einsum("nkgs,nskd->nkgd", weights.to(values.dtype), values).float()
     out = parts.new_zeros(batch + 1, *parts.shape[1:]).index_add_(0, block_groups, parts)
     return (out / total.clamp(min=1e-30).unsqueeze(-1))[:batch].flatten(1, 2).to(query.dtype)
+
+
+class LoraMask:
+    """The mask that tells LoRA layers which adapter each token of the batch has, a row per token; None without LoRA."""
+
+    lora_mask = None
+
+    @staticmethod
+    def setLoraMask(mask):
+        LoraMask.lora_mask = mask
+
+    @staticmethod
+    def getLoraMask():
+        return LoraMask.lora_mask
