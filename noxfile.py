@@ -73,6 +73,13 @@ def engine(session: nox.Session) -> None:
 
 
 @nox.session(reuse_venv=True, default=False)
+def parity(session: nox.Session) -> None:
+    """Compare the greedy answers of two running servers, one without and one with the flag: `-- URL URL`."""
+    session.install(*group("parity"))
+    session.run("python", "-m", "parity", *session.posargs)
+
+
+@nox.session(reuse_venv=True, default=False)
 def faults(session: nox.Session) -> None:
     """Put ten faults into the fix, one at a time, and see the tests catch each."""
     install_vllm(session, RELEASES["0.30"]["vllm"])
