@@ -55,7 +55,8 @@ def built_in(tokens: Sequence[int], longest: int) -> list[Request]:
         repeated = turned * (length // len(turned) + 1)
         return [tokens[0], *repeated[: length - 1]]
 
-    requests = [Request(f"{n} tokens", f"{n} tokens", cut(n)) for n in LENGTHS]
+    # Each starts elsewhere: a prefix in the cache would be another measurement.
+    requests = [Request(f"{n} tokens", f"{n} tokens", cut(n, start=13 * n)) for n in LENGTHS]
     requests += [Request(f"batch: {n} tokens", "batch", cut(n, start=7 * n)) for n in BATCH]
     prefix = cut(600, start=31)
     requests += [
