@@ -294,6 +294,7 @@ CASES = (
         "warm-up",
         "warm-up of every bucket in lazy mode, then prompts",
         a_warm_batch,
+        WITH_CONTEXT,
         environ={"VLLM_SKIP_WARMUP": "false", "PT_HPU_LAZY_MODE": "1"},
         settings={"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 2, "enforce_eager": False},
     ),
