@@ -88,14 +88,14 @@ def decode_attention(
 
 
 class LoraMask:
-    """The mask that tells LoRA layers which adapter each token of the batch has, a row per token; None without LoRA."""
+    """Which adapter each token of the batch has, for the LoRA layers: a row per token, or None without LoRA."""
 
-    lora_mask = None
+    _rows = None
 
-    @staticmethod
-    def setLoraMask(mask):
-        LoraMask.lora_mask = mask
+    @classmethod
+    def setLoraMask(cls, rows):
+        cls._rows = rows
 
-    @staticmethod
-    def getLoraMask():
-        return LoraMask.lora_mask
+    @classmethod
+    def getLoraMask(cls):
+        return cls._rows
