@@ -7,18 +7,18 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graft import copies, releases, versions, vllm_names
+from graft import copies, names, releases, versions
 from graft.errors import Drift, GraftError
 from graft.merge import Insertion, Merged, compare, merge, strip
+from graft.names import Name, Vllm
 from graft.progress import Progress
 from graft.releases import Tree
 from graft.versions import Release
-from graft.vllm_names import Name, Vllm
 
 SAME, MOVED, CONFLICT, MERGED_UPSTREAM = "same", "moved", "conflict", "merged upstream"
 
@@ -228,7 +228,7 @@ def reach(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> 
     """
     found = Reach(kept=kept())
     found.trees = [releases.find(path) for path in args.source]
-    found.vllms = [vllm_names.given(path) for path in args.vllm]
+    found.vllms = [names.given(path) for path in args.vllm]
     python = args.python
     if not (args.source or args.vllm) or python:
         if environ.get("GAUDI_FIXES_ROOT") and not python:
@@ -240,7 +240,7 @@ def reach(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> 
             if python or not (found.trees or found.kept):
                 raise
         for tree in found.trees:
-            vllm = vllm_names.installed(tree.environment.python) if tree.environment else None
+            vllm = names.installed(tree.environment.python) if tree.environment else None
             found.vllms += [vllm] if vllm else []
     return found
 
@@ -268,7 +268,7 @@ def reports(found: Reach) -> list[Report]:
     return made
 
 
-def exit_code(made: Sequence[Report], names: Mapping[str, Sequence[Name]]) -> int:
+def exit_code(made: Sequence[Report], relied: Mapping[str, Sequence[Name]]) -> int:
     """2 where something drifted. What is not pinned and merges cleanly has nothing to drift from."""
     for report in made:
         release = versions.load().get(report.release) if report.release else None
@@ -276,7 +276,7 @@ def exit_code(made: Sequence[Report], names: Mapping[str, Sequence[Name]]) -> in
             unpinned = release is not None and release.files.get(file.file) is None
             if file.state != SAME and not (file.state == MOVED and unpinned):
                 return Drift.exit_code
-    drifted = any(name.state != "same" for found in names.values() for name in found)
+    drifted = any(name.state != "same" for found in relied.values() for name in found)
     return Drift.exit_code if drifted else 0
 
 
@@ -296,12 +296,25 @@ def _files_table(made: Sequence[Report]) -> str:
     return table(rows)
 
 
-def _names_table(names: Mapping[str, Sequence[Name]]) -> str:
-    rows = [("module", "name", *names)]
-    for every in zip(*names.values(), strict=True):
-        module = every[0].file.removesuffix(".py").replace("/", ".")
+def _names_table(relied: Mapping[str, Sequence[Name]]) -> str:
+    kind = next(iter(relied)).split()[0]
+    rows = [(f"in {kind}", "name", *(label.removeprefix(kind).strip() for label in relied))]
+    for every in zip(*relied.values(), strict=True):
+        module = every[0].file.removesuffix(".py").partition("/")[2].replace("/", ".")
         rows.append((module, every[0].symbol, *(name.state for name in every)))
     return table(rows)
+
+
+def _reader(tree: Tree) -> Callable[[str], str | None]:
+    """Reads a vllm-gaudi's files as text; None for one that is not there or is no text."""
+
+    def read(file: str) -> str | None:
+        try:
+            return tree.read(file.partition("/")[2]).decode()
+        except (GraftError, UnicodeDecodeError):
+            return None
+
+    return read
 
 
 def add_parser(subparsers: Any) -> None:
@@ -337,35 +350,52 @@ def _drift_command(args: argparse.Namespace) -> int:
         found = reach(args)
     with progress.step("Comparing"):
         made = reports(found)
-        names = {f"vLLM {vllm.version or vllm.path}": vllm_names.survey(vllm) for vllm in found.vllms}
+        relied = {label_of(tree): names.survey("vllm_gaudi", _reader(tree)) for tree in found.trees}
+        relied_vllm = {f"vLLM {vllm.version or vllm.path}": names.survey("vllm", vllm.read) for vllm in found.vllms}
         pairs = [] if args.source or args.vllm else list(zip(found.kept, found.kept[1:]))  # noqa: B905
         changes = [between(one, other) for one, other in pairs]
-    code = exit_code(made, names)
+    code = exit_code(made, {**relied, **relied_vllm})
     if args.json:
-        print(json.dumps({"code": code, **_as_json(made, names, changes)}, indent=2))
+        print(json.dumps({"code": code, **_as_json(made, relied, relied_vllm, changes)}, indent=2))
     elif not args.quiet:
-        sys.stdout.write(_as_text(made, names, changes, diffs=not args.table))
+        sys.stdout.write(_as_text(made, [relied, relied_vllm], changes, diffs=not args.table))
     return code
 
 
-def _as_json(made: Sequence[Report], names: Mapping[str, Sequence[Name]], changes: Sequence[str]) -> dict:
+def _as_json(
+    made: Sequence[Report],
+    relied: Mapping[str, Sequence[Name]],
+    relied_vllm: Mapping[str, Sequence[Name]],
+    changes: Sequence[str],
+) -> dict:
+    def plain(found: Mapping[str, Sequence[Name]]) -> dict:
+        return {label: [vars(name) for name in every] for label, every in found.items()}
+
     return {
         "releases": [{"label": r.label, "release": r.release, "files": [vars(file) for file in r.files]} for r in made],
-        "vllm": {label: [vars(name) for name in found] for label, found in names.items()},
+        "vllm_gaudi": plain(relied),
+        "vllm": plain(relied_vllm),
         "between_kept_copies": list(changes),
     }
 
 
 def _as_text(
-    made: Sequence[Report], names: Mapping[str, Sequence[Name]], changes: Sequence[str], *, diffs: bool
+    made: Sequence[Report],
+    packages: Sequence[Mapping[str, Sequence[Name]]],
+    changes: Sequence[str],
+    *,
+    diffs: bool,
 ) -> str:
     parts = []
     if made:
         parts.append(_files_table(made))
-    if names:
-        parts.append(_names_table(names))
-    for label, found in names.items():
-        parts += [f"{label}: {name.file}: {name.symbol}: {name.detail}\n" for name in found if name.detail]
+    parts += [_names_table(relied) for relied in packages if relied]
+    for relied in packages:
+        for label, found in relied.items():
+            wrong = [name for name in found if name.detail]
+            parts += (
+                ["".join(f"{label}: {name.file}: {name.symbol}: {name.detail}\n" for name in wrong)] if wrong else []
+            )
     if diffs:
         for report in made:
             parts += [f"{report.label}, {file.file}:\n{file.diff}" for file in report.files if file.diff]

@@ -6,10 +6,8 @@ import contextlib
 import errno
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from graft.errors import Drift, GraftError
 from graft.place import GUARD, SWITCHES, USERS, Place, contents, encode_users, record_name, same_place, users
 from graft.progress import Progress
 from graft.releases import Environment, Tree
-from graft.transaction import LEFTOVER, Transaction, locked, sweep
+from graft.transaction import LEFTOVER, Interrupts, Transaction, locked, sweep
 
 SERVE = "vllm serve google/gemma-4-E2B-it --kv-sharing-fast-prefill"
 _CHECK_SECONDS = 120
@@ -125,20 +123,48 @@ def install(plan: copies.Plan, place: Place, *, inside: bool, progress: Progress
         GraftError: something cannot be written, or the copies would not load.
     """
     folder = place.folder if inside else copies.folder(plan.release)
-    with _writing(place, progress), contextlib.ExitStack() as stack:
+    with _writing(place, progress) as interrupts, contextlib.ExitStack() as stack:
         if not inside:
-            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_folders(folder))
             stack.enter_context(locked(folder, lambda: progress.say("Waiting for another install")))
-            sweep(folder)
-            sweep(folder / copies.NAME)
-        sweep(place.folder)
-        transaction = stack.enter_context(Transaction(place.folder))
+        stack.enter_context(_swept(place.folder, *([] if inside else [folder, folder / copies.NAME])))
+        transaction = stack.enter_context(Transaction(place.folder, interrupts))
         with progress.step("Writing"):
             _write_all(plan, place, folder, inside, transaction)
         with progress.step("Proving it in a fresh interpreter"):
-            prove(place, folder)
+            try:
+                prove(place, folder)
+            finally:
+                interrupts.check()  # a Ctrl-C reaches the interpreter that was asked, too
     _compile(place, folder)
     return folder / copies.NAME
+
+
+@contextlib.contextmanager
+def _swept(*folders: Path) -> Iterator[None]:
+    """Clear folders of what a killed install left, and again of what this one leaves if the `with` block raises."""
+    for folder in folders:
+        sweep(folder)
+    try:
+        yield
+    except BaseException:
+        for folder in folders:
+            sweep(folder)
+        raise
+
+
+@contextlib.contextmanager
+def _folders(folder: Path) -> Iterator[None]:
+    """Make a folder and those it is in; if the `with` block raises, remove those that were not there."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for path in new:
+            with contextlib.suppress(OSError):  # somebody else uses it by now
+                path.rmdir()
+        raise
 
 
 def _compile(place: Place, folder: Path) -> None:
@@ -202,18 +228,19 @@ def uninstall(place: Place, progress: Progress) -> list[Path]:
         GraftError: something cannot be removed; then everything is as it was.
     """
     gone = []
-    with _writing(place, progress), contextlib.ExitStack() as stack:
+    with _writing(place, progress) as interrupts, contextlib.ExitStack() as stack:
         entry = place.entry()
         if entry is not None and entry.is_dir():
             stack.enter_context(locked(entry, lambda: progress.say("Waiting for another install")))
-        transaction = stack.enter_context(Transaction(place.folder))
+        transaction = stack.enter_context(Transaction(place.folder, interrupts))
         gone += sweep(place.folder)
         files = place.written()
         switches = [place.folder / name for name in reversed(SWITCHES)]  # off before anything goes
         for path in [*(p for p in switches if p in files), *(p for p in files if p not in switches)]:
             transaction.remove(path)
             gone.append(path)
-        for path in sorted({parent for file in files for parent in file.parents}, reverse=True):
+        folders = {place.folder / "__pycache__", *(parent for file in files for parent in file.parents)}
+        for path in sorted(folders, reverse=True):
             if place.folder in path.parents and path.is_dir() and not _left(path):
                 transaction.remove(path)
         if entry is not None:
@@ -221,6 +248,7 @@ def uninstall(place: Place, progress: Progress) -> list[Path]:
         found = ask(place.environment)
         if place.written() or (found and found["folder"] == str(place.package)):
             raise GraftError(f"{place.folder} still holds something of ours", "Remove it by hand")
+        interrupts.check()
     return gone
 
 
@@ -251,31 +279,19 @@ def _release_copies(entry: Path, place: Place, transaction: Transaction) -> list
 
 
 @contextlib.contextmanager
-def _writing(place: Place, progress: Progress) -> Iterator[None]:
+def _writing(place: Place, progress: Progress) -> Iterator[Interrupts]:
     """Hold the lock of a site-packages folder, and turn what the system refuses into one line."""
     try:
-        with _interruptible(), locked(place.folder, lambda: progress.say("Waiting for another install")):
-            yield
+        with (
+            Interrupts() as interrupts,
+            locked(place.folder, lambda: progress.say("Waiting for another install")),
+        ):
+            yield interrupts
     except OSError as error:
         read_only = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
         mend = "Run it as the user who owns it" if read_only else "Free some space, then run it again"
         where = error.filename or place.folder
         raise GraftError(f"{where} cannot be written ({error.strerror}); nothing was changed", mend) from None
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let a polite kill or a lost terminal take everything back, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def add_parser(subparsers: Any) -> None:

@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 LEFTOVER = ".vllm_gaudi_overrides."  # begins the names of what is only there while a change is made
 
@@ -28,7 +30,11 @@ def locked(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError:
             pass
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold the descriptor, too
     finally:
         os.close(descriptor)
 
@@ -49,6 +55,42 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+class Interrupts:
+    """Makes Ctrl-C, a polite kill and a lost terminal the same: KeyboardInterrupt.
+
+    It is raised at once, or, once held, only where `check` is called: between two changes, never inside one.
+    """
+
+    def __init__(self) -> None:
+        self._held = False
+        self._came = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if not self._held:
+            raise KeyboardInterrupt
+        self._came = True
+
+    def hold(self) -> None:
+        """From here on, wait to be asked."""
+        self._held = True
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if one came while held."""
+        if self._came:
+            raise KeyboardInterrupt
+
+
 class Transaction:
     """Every change is taken back if the `with` block raises, Ctrl-C included.
 
@@ -56,27 +98,27 @@ class Transaction:
     if it is below that, so that `sweep` finds it after a kill, else beside where it was.
     """
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, interrupts: Interrupts) -> None:
         self._home = home
+        self._interrupts = interrupts
         self._undo: list[Callable[[], object]] = []
         self._kept: list[Path] = []
 
     def __enter__(self) -> "Transaction":
+        self._interrupts.hold()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         if error is not None:
-            signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
             for undo in reversed(self._undo):
                 undo()
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for path in self._kept:
             with contextlib.suppress(OSError):
                 remove(path)
 
     def write(self, path: Path, data: bytes) -> None:
         """Write a file in one step; a reader sees the old file or the new one."""
+        self._interrupts.check()
         new = self._beside(path)
         with new.open("xb") as file:
             file.write(data)
@@ -87,6 +129,7 @@ class Transaction:
 
     def write_folder(self, path: Path, contents: Mapping[str, bytes]) -> None:
         """Write a folder of files in one step, or two where there is one already."""
+        self._interrupts.check()
         new = self._beside(path)
         new.mkdir()
         for name, data in contents.items():
@@ -97,6 +140,7 @@ class Transaction:
 
     def remove(self, path: Path) -> None:
         """Remove a file or a folder in one step, if it is there."""
+        self._interrupts.check()
         if os.path.lexists(path):
             kept = self._beside(path)
             os.rename(path, kept)

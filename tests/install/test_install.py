@@ -2,12 +2,23 @@
 """What install, check and uninstall promise on an environment in order."""
 
 import json
+import os
 import shutil
 
 import pytest
 
+from graft import releases, versions
 from tests.support.checkouts import make_checkout, with_release
-from tests.support.environments import FILES, Environment, make_environment, module_name, own_version, pythons, sha256
+from tests.support.environments import (
+    FILES,
+    Environment,
+    install_tree,
+    make_environment,
+    module_name,
+    own_version,
+    pythons,
+    sha256,
+)
 
 SERVE = "vllm serve google/gemma-4-E2B-it --kv-sharing-fast-prefill\n"
 WHERE = f"""
@@ -258,6 +269,36 @@ def test_pip_lists_it_and_can_remove_it(tmp_path, checkout, environment):
     assert pip is not None
     environment.run("-c", code, "uninstall", "-y", "vllm-gaudi-overrides", PYTHONPATH=pip, PIP_NO_INPUT="1")
     assert {k: v for k, v in environment.files().items() if "__pycache__" not in k} == before
+
+
+@pytest.mark.skipif("GAUDI_FIXES_ROOT" not in os.environ, reason="GAUDI_FIXES_ROOT names no release")
+@pytest.mark.parametrize("style", STYLES)
+def test_on_a_real_release(tmp_path, checkout, style):
+    """A release's source tree, installed as its wheel and as both kinds of editable install lay it out."""
+    tree = releases.find()
+    release = next((r for r in versions.load().values() if is_of(r, tree)), None)
+    if tree.package is None or release is None:
+        pytest.skip(f"{tree.path} is not a folder with a pinned release")
+    environment = make_environment(tmp_path / "environment", own_version())
+    package = install_tree(environment, tree.package.parent, style, release.tag.removeprefix("v"))
+    before = environment.files()
+    checkout.ok("install", release.name, environment=environment)
+    assert checkout.state(environment, release.name)["code"] == 0
+    code = "from vllm_gaudi_overrides import verify; print(*[verify.without_importing(n).origin for n in {}])"
+    names = [module_name(file) for file in FILES]
+    copies = checkout.releases / release.tag / "vllm_gaudi_overrides"
+    assert environment.run("-c", code.format(names)).stdout.split() == [str(copies / file) for file in FILES]
+    pristine = environment.run("-c", code.format(names), VLLM_GAUDI_OVERRIDES="0").stdout.split()
+    assert pristine == [str(package / file) for file in FILES]
+    assert environment.starts_silently()
+    checkout.ok("uninstall", environment=environment)
+    assert environment.files() == before
+    assert checkout.state(environment, release.name)["code"] == 1
+
+
+def is_of(release, tree) -> bool:
+    """Whether a tree's files are those pinned for a release."""
+    return all(pin and sha256(tree.read(file)) == pin for file, pin in release.files.items())
 
 
 def pip_folders() -> list:

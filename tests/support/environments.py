@@ -198,10 +198,13 @@ EDITION = 1
 
 
 class HPUAttentionMetadata:
-    block_list: Optional[torch.Tensor] = None
+    slot_mapping = seq_lens_tensor = attn_bias = window_attn_bias = window_block_list = block_size = is_prompt = None
 
 
 class HPUAttentionImpl(AttentionImpl, torch.nn.Module):
+    num_kv_heads = head_size = num_queries_per_kv = scale = sliding_window = sinks = alibi_slopes = None
+    is_chunked_attention = enable_fp8_attn = k_cache = v_cache = use_merged_prefill = None
+    kv_sharing_target_layer_name = None
 
     def forward(
         self,
@@ -217,14 +220,40 @@ class HPUAttentionImpl(AttentionImpl, torch.nn.Module):
         return query
 '''
 
-# Any module of torch and vllm, with any class in it: enough to run the stand-in and the fix's definitions.
+OTHERS = {
+    "attention/ops/hpu_paged_attn.py": """
+class HPUPagedAttention:
+    def split_kv_cache(*arguments):
+        return arguments
+
+
+class HPUPagedAttentionMetadata:
+    block_list = None
+""",
+    "extension/logger.py": "def logger():\n    pass\n",
+    "extension/ops.py": """
+class LoraMask:
+    def getLoraMask(self):
+        pass
+
+    def setLoraMask(self, mask):
+        pass
+""",
+    "ops/hpu_rotary_embedding.py": """
+class HPURotaryEmbedding:
+    def prepare_cos_sin(self, positions):
+        self.cos = self.sin = positions
+""",
+}
+
+# Any module of torch and vllm, and any that vllm_gaudi lacks, with any class in it: enough to run the definitions.
 ANYTHING = """
 import sys
 from importlib.machinery import ModuleSpec
 
 class Anything:
     def find_spec(self, fullname, path=None, target=None):
-        if fullname.split(".")[0] in ("torch", "vllm"):
+        if fullname.split(".")[0] in ("torch", "vllm") or fullname.startswith("vllm_gaudi."):
             return ModuleSpec(fullname, self, is_package=True)
         return None
     def create_module(self, spec):
@@ -248,7 +277,9 @@ def anchored_tree(root: Path, *, imports_leave: Path | None = None) -> Path:
         (package / folder / "__init__.py").write_text("")
     if imports_leave is not None:
         (package / "__init__.py").write_text(f"open({str(imports_leave)!r}, 'w').close()\n")
-    (package / "attention/ops/hpu_paged_attn.py").write_text("class HPUPagedAttention:\n    pass\n")
+    for file, text in OTHERS.items():
+        (package / file).parent.mkdir(exist_ok=True)
+        (package / file).write_text(text)
     (package / FILES[0]).write_text(GEMMA4)
     (package / FILES[1]).write_text(HPU_ATTN)
     return root

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a vLLM has the names the fix relies on, with the parameters it gives them; reads, never imports."""
+"""Checks that a vLLM, or a vllm-gaudi, has the names the fix relies on; reads the source, never imports it."""
 
 import ast
 import json
@@ -15,38 +15,86 @@ from graft.errors import GraftError
 
 GEMMA4 = "vllm/model_executor/models/gemma4.py"
 ATTENTION = "vllm/model_executor/layers/attention/attention.py"
+HPU_ATTN = "vllm_gaudi/attention/backends/hpu_attn.py"
 
-# What the override sources take for granted beyond their imports: (file, class, names), each name with the
-# parameters that are given to it, or None for an attribute.
-RELIED_ON: tuple[tuple[str, str, Mapping[str, tuple[str, ...] | None]], ...] = (
-    (
-        GEMMA4,
-        "Gemma4Model",
-        {
-            # Defined again by the fix and called by the plugin's forward.
-            "fast_prefill_forward": ("input_ids", "positions", "inputs_embeds", "per_layer_inputs"),
-            "embed_input_ids": ("input_ids",),
-            "get_per_layer_inputs": ("input_ids",),
-            "project_per_layer_inputs": ("inputs_embeds", "per_layer_inputs"),
-            "fast_prefill_enabled": None,
-            "layers": None,
-            "config": None,
-        },
+Relied = tuple[tuple[str, str, Mapping[str, tuple[str, ...] | None]], ...]
+
+
+def _attributes(names: str) -> dict[str, None]:
+    return dict.fromkeys(names.split())
+
+
+# What the override sources take for granted beyond their imports, by package: (file, class, names), each name with the
+# parameters that are given to it by name, or None for an attribute.
+RELIED_ON: Mapping[str, Relied] = {
+    "vllm": (
+        (
+            GEMMA4,
+            "Gemma4Model",
+            {
+                # Defined again by the fix and called by the plugin's forward.
+                "fast_prefill_forward": ("input_ids", "positions", "inputs_embeds", "per_layer_inputs"),
+                "embed_input_ids": (),
+                "get_per_layer_inputs": (),
+                "project_per_layer_inputs": (),
+                **_attributes("fast_prefill_enabled layers config positions hidden_states per_layer_inputs"),
+            },
+        ),
+        (
+            GEMMA4,
+            "Gemma4DecoderLayer",
+            {
+                "forward": ("positions", "hidden_states", "residual", "per_layer_input"),
+                **_attributes("self_attn input_layernorm"),
+            },
+        ),
+        (
+            GEMMA4,
+            "Gemma4Attention",
+            _attributes("attn rotary_emb qkv_proj q_size kv_size k_norm v_norm num_kv_heads head_dim"),
+        ),
+        (ATTENTION, "Attention", _attributes("kv_cache kv_cache_dtype impl")),
+        (
+            "vllm/config/vllm.py",
+            "VllmConfig",
+            _attributes("model_config parallel_config lora_config kv_transfer_config"),
+        ),
+        ("vllm/config/parallel.py", "ParallelConfig", _attributes("pipeline_parallel_size")),
+        ("vllm/config/model.py", "ModelConfig", _attributes("runner_type")),
+        ("vllm/forward_context.py", "ForwardContext", _attributes("attn_metadata")),
+        ("vllm/logger.py", "_VllmLogger", {"info_once": ("msg",)}),
     ),
-    (GEMMA4, "Gemma4DecoderLayer", {"self_attn": None}),
-    (GEMMA4, "Gemma4Attention", {"attn": None, "rotary_emb": None}),
-    (ATTENTION, "Attention", {"kv_cache": None, "kv_cache_dtype": None, "impl": None}),
-    ("vllm/config/vllm.py", "VllmConfig", {"model_config": None, "parallel_config": None, "lora_config": None}),
-    ("vllm/config/parallel.py", "ParallelConfig", {"pipeline_parallel_size": None}),
-    ("vllm/config/model.py", "ModelConfig", {"runner_type": None}),
-    ("vllm/forward_context.py", "ForwardContext", {"attn_metadata": None}),
-    ("vllm/logger.py", "_VllmLogger", {"info_once": ("msg",)}),
-)
+    "vllm_gaudi": (
+        ("vllm_gaudi/extension/ops.py", "LoraMask", {"getLoraMask": (), "setLoraMask": ()}),
+        ("vllm_gaudi/attention/ops/hpu_paged_attn.py", "HPUPagedAttention", {"split_kv_cache": ()}),
+        ("vllm_gaudi/attention/ops/hpu_paged_attn.py", "HPUPagedAttentionMetadata", _attributes("block_list")),
+        (
+            HPU_ATTN,
+            "HPUAttentionMetadata",
+            _attributes(
+                "slot_mapping seq_lens_tensor attn_bias window_attn_bias window_block_list block_size is_prompt"
+            ),
+        ),
+        (
+            HPU_ATTN,
+            "HPUAttentionImpl",
+            _attributes(
+                "num_kv_heads head_size num_queries_per_kv scale sliding_window sinks alibi_slopes is_chunked_attention"
+                " enable_fp8_attn k_cache v_cache use_merged_prefill kv_sharing_target_layer_name"
+            ),
+        ),
+        (
+            "vllm_gaudi/ops/hpu_rotary_embedding.py",
+            "HPURotaryEmbedding",
+            {"prepare_cos_sin": (), **_attributes("cos sin")},
+        ),
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name the fix relies on and how a vLLM has it. state: "same", "missing" or "signature"."""
+    """A name the fix relies on and how a package has it. state: "same", "missing" or "signature"."""
 
     file: str
     symbol: str
@@ -63,35 +111,35 @@ class Vllm:
     read: Callable[[str], str | None]
 
 
-def survey(vllm: Vllm) -> list[Name]:
-    """How a vLLM has each name the fix relies on."""
+def survey(package: str, read: Callable[[str], str | None]) -> list[Name]:
+    """How a package has each name the fix relies on. read: a file's text, by its path from the package's folder on."""
     wanted: dict[str, list[tuple[str, tuple[str, ...] | None]]] = {}
-    for file, name in imports():
+    for file, name in imports(package):
         wanted.setdefault(file, []).append((name, None))
-    for file, owner, names in RELIED_ON:
+    for file, owner, names in RELIED_ON[package]:
         wanted.setdefault(file, []).extend((f"{owner}.{name}", given) for name, given in names.items())
     found = []
     for file, symbols in wanted.items():
         for symbol, given in dict(symbols).items():
-            found.append(_look(vllm, file, symbol, given))
+            found.append(_look(read, file, symbol, given))
     return found
 
 
-def imports(overrides: Path = copies.OVERRIDES) -> list[tuple[str, str]]:
-    """What the override sources import from vLLM, as (file, name), each once."""
+def imports(package: str, overrides: Path = copies.OVERRIDES) -> list[tuple[str, str]]:
+    """What the override sources import from a package, as (file, name), each once."""
     found = []
     for file in copies.overridden(overrides):
         for node in ast.walk(ast.parse((overrides / file).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
                 place = node.module.replace(".", "/") + ".py"
                 found += [(place, alias.name) for alias in node.names]
     return list(dict.fromkeys(found))
 
 
-def _look(vllm: Vllm, file: str, symbol: str, given: tuple[str, ...] | None) -> Name:
-    text = vllm.read(file)
+def _look(read: Callable[[str], str | None], file: str, symbol: str, given: tuple[str, ...] | None) -> Name:
+    text = read(file)
     if text is None:
-        text = vllm.read(file.removesuffix(".py") + "/__init__.py")
+        text = read(file.removesuffix(".py") + "/__init__.py")
     if text is None:
         return Name(file, symbol, "missing", "there is no such file")
     try:
@@ -206,7 +254,7 @@ def _folder(path: Path) -> Vllm:
 
 def _archive(path: Path, members: Mapping[str, object], extract: Callable) -> Vllm:
     """Reads what is needed at once: a compressed archive is slow to go through again."""
-    files = {file for file, _ in imports()} | {file for file, _, _ in RELIED_ON}
+    files = {file for file, _ in imports("vllm")} | {file for file, _, _ in RELIED_ON["vllm"]}
     files |= {file.removesuffix(".py") + "/__init__.py" for file in files}
     texts = {name: extract(member).decode() for name, member in members.items() if name in files}
     described = [name for name in members if name == "PKG-INFO" or name.endswith(".dist-info/METADATA")]

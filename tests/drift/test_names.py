@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graft import vllm_names
+from graft import names as relied
 from graft.errors import GraftError
 
 
@@ -19,13 +19,15 @@ def tree(tmp_path) -> Path:
     """A folder with a vLLM that has every name the fix relies on, and nothing else."""
     texts: dict[str, list[str]] = {}
     owned: dict[tuple[str, str], list[str]] = {}
-    for file, owner, names in vllm_names.RELIED_ON:
+    for file, owner, names in relied.RELIED_ON["vllm"]:
         for name, given in names.items():
-            line = f"def {name}(self, {', '.join(given)}):\n        self.called = 1" if given else f"{name}: int = 0"
+            line = f"{name}: int = 0"
+            if given is not None:
+                line = f"def {name}({', '.join(('self', *given))}):\n        self.called = 1"
             owned.setdefault((file, owner), []).append(f"    {line}\n")
     for (file, owner), lines in owned.items():
         texts.setdefault(file, []).append(f"class {owner}:\n{''.join(lines)}")
-    for file, name in vllm_names.imports():
+    for file, name in relied.imports("vllm"):
         if (file, name) not in owned:
             package = file.replace(".py", "/__init__.py") if file == "vllm/config.py" else file
             texts.setdefault(package, []).append(f"def {name}():\n    pass\n")
@@ -40,7 +42,7 @@ def tree(tmp_path) -> Path:
 
 def wrong(path: Path) -> dict[str, tuple[str, str]]:
     """What is not the same, with its state and detail."""
-    found = vllm_names.survey(vllm_names.given(path))
+    found = relied.survey("vllm", relied.given(path).read)
     assert len(found) > 20
     return {name.symbol: (name.state, name.detail) for name in found if name.state != "same"}
 
@@ -65,26 +67,26 @@ def wheel(tree: Path) -> Path:
 def test_a_vllm_with_every_name(tree, pack):
     path = pack(tree)
     assert wrong(path) == {}
-    assert vllm_names.given(path).version == "0.30.0"
+    assert relied.given(path).version == "0.30.0"
 
 
 @pytest.mark.parametrize("pack", [lambda tree: tree, sdist, wheel])
 def test_a_name_that_is_gone(tree, pack):
-    path = tree / vllm_names.GEMMA4
+    path = tree / relied.GEMMA4
     path.write_text(path.read_text().replace("def embed_input_ids", "def embed"))
     assert wrong(pack(tree)) == {"Gemma4Model.embed_input_ids": ("missing", "it is not there")}
 
 
 def test_a_parameter_that_was_renamed(tree):
-    path = tree / vllm_names.GEMMA4
-    path.write_text(path.read_text().replace("(self, inputs_embeds, per_layer_inputs)", "(self, embeds, layers)"))
-    state, detail = wrong(tree)["Gemma4Model.project_per_layer_inputs"]
+    path = tree / relied.GEMMA4
+    path.write_text(path.read_text().replace("residual, per_layer_input)", "residual, ple)"))
+    state, detail = wrong(tree)["Gemma4DecoderLayer.forward"]
     assert state == "signature"
-    assert detail == "it has no parameter inputs_embeds, per_layer_inputs (it takes self, embeds, layers)"
+    assert detail == ("it has no parameter per_layer_input (it takes self, positions, hidden_states, residual, ple)")
 
 
 def test_a_class_or_a_file_that_is_gone(tree):
-    path = tree / vllm_names.ATTENTION
+    path = tree / relied.ATTENTION
     path.write_text(path.read_text().replace("class Attention", "class Other"))
     (tree / "vllm" / "forward_context.py").unlink()
     found = wrong(tree)
@@ -95,11 +97,11 @@ def test_a_class_or_a_file_that_is_gone(tree):
 @pytest.mark.parametrize("text", ["", "def broken(", "\x00"])
 def test_a_file_of_something_else(tree, text):
     (tree / "vllm" / "logger.py").write_text(text)
-    assert wrong(tree).keys() == {"init_logger", "_VllmLogger.info_once"}
+    assert wrong(tree).keys() == {"_VllmLogger.info_once"}
 
 
 def test_attributes_set_in_a_method_count(tree):
-    path = tree / vllm_names.ATTENTION
+    path = tree / relied.ATTENTION
     path.write_text(path.read_text().replace("    impl: int = 0\n", "    def __init__(self):\n        self.impl = 1\n"))
     assert wrong(tree) == {}
 
@@ -109,10 +111,10 @@ def test_what_is_no_vllm_is_refused(tmp_path, tree):
     (tmp_path / "text").write_text("no archive")
     for path in (tree, tmp_path / "text", tmp_path / "nothing", sdist(tree)):
         with pytest.raises(GraftError):
-            vllm_names.given(path)
+            relied.given(path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vLLM is installed here")
 def test_the_installed_vllm_has_every_name():
-    vllm = vllm_names.installed(Path(sys.executable))
-    assert [name for name in vllm_names.survey(vllm) if name.state != "same"] == []
+    vllm = relied.installed(Path(sys.executable))
+    assert [name for name in relied.survey("vllm", vllm.read) if name.state != "same"] == []
