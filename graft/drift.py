@@ -167,7 +167,7 @@ def label_of(tree: Tree) -> str:
     """What to call a vllm-gaudi: its version, or where it is."""
     if tree.version:
         return f"vllm-gaudi {tree.version}"
-    return f"vllm-gaudi in {tree.package.parent.name if tree.package else tree.path.name}"
+    return f"vllm-gaudi {tree.package.parent.name if tree.package else tree.path.name}"
 
 
 def release_of(tree: Tree) -> Release | None:

@@ -234,15 +234,12 @@ def uninstall(place: Place, progress: Progress) -> list[Path]:
             stack.enter_context(locked(entry, lambda: progress.say("Waiting for another install")))
         transaction = stack.enter_context(Transaction(place.folder, interrupts))
         gone += sweep(place.folder)
-        files = place.written()
-        switches = [place.folder / name for name in reversed(SWITCHES)]  # off before anything goes
-        for path in [*(p for p in switches if p in files), *(p for p in files if p not in switches)]:
+        for path in place.written():
             transaction.remove(path)
             gone.append(path)
-        folders = {place.folder / "__pycache__", *(parent for file in files for parent in file.parents)}
-        for path in sorted(folders, reverse=True):
-            if place.folder in path.parents and path.is_dir() and not _left(path):
-                transaction.remove(path)
+        bytecode = place.folder / "__pycache__"
+        if bytecode.is_dir() and not list(bytecode.iterdir()):
+            transaction.remove(bytecode)
         if entry is not None:
             gone += _release_copies(entry, place, transaction)
         found = ask(place.environment)
@@ -250,11 +247,6 @@ def uninstall(place: Place, progress: Progress) -> list[Path]:
             raise GraftError(f"{place.folder} still holds something of ours", "Remove it by hand")
         interrupts.check()
     return gone
-
-
-def _left(folder: Path) -> list[Path]:
-    """What is in a folder besides what a running transaction keeps there."""
-    return [path for path in folder.iterdir() if not path.name.startswith(LEFTOVER)]
 
 
 def _release_copies(entry: Path, place: Place, transaction: Transaction) -> list[Path]:
@@ -272,7 +264,7 @@ def _release_copies(entry: Path, place: Place, transaction: Transaction) -> list
                 data = encode_users({**known, "environments": others})
                 transaction.write(folder / copies.NAME / USERS, data)
             elif known["made_by_install"] and not others:
-                only = [path.name for path in _left(folder)] == [copies.NAME]
+                only = [path.name for path in folder.iterdir() if not path.name.startswith(LEFTOVER)] == [copies.NAME]
                 transaction.remove(folder if only else folder / copies.NAME)
                 gone.append(folder / copies.NAME)
     return gone

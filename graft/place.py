@@ -2,14 +2,12 @@
 """What of ours is in an environment's site-packages, and what belongs there."""
 
 import base64
-import csv
 import hashlib
-import io
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from graft import copies
 from graft.releases import Environment
@@ -61,32 +59,14 @@ class Place:
         return not self.written() and not list(self.folder.glob(f"{LEFTOVER}*"))
 
     def written(self) -> list[Path]:
-        """Every file of ours that is here: the fixed names, what the records list, its bytecode."""
-        names = {PurePosixPath(name) for name in SWITCHES}
-        for record in self.records():
-            names |= {PurePosixPath(record.name, file) for file in ("METADATA", "INSTALLER", "RECORD")}
-            names |= {path for path in _listed(record / "RECORD") if _is_ours(path)}
-        for path in self.package.rglob("*"):  # in case its record is gone
-            if path.suffix in (".py", ".json"):
-                names.add(PurePosixPath(path.relative_to(self.folder).as_posix()))
-        found = {self.folder / name for name in names}
-        for path in list(found):
-            if path.suffix == ".py":
-                found |= set((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"))
-        return sorted(path for path in found if path.is_symlink() or path.is_file())
+        """The files and folders that installs wrote here, and the bytecode Python made of them; what turns the
+        copies on comes first, in the order in which to take it away.
 
-
-def _listed(record: Path) -> list[PurePosixPath]:
-    try:
-        rows = list(csv.reader(io.StringIO(record.read_text(encoding="utf-8"))))
-    except (OSError, UnicodeDecodeError, csv.Error):
-        return []
-    return [PurePosixPath(row[0]) for row in rows if row]
-
-
-def _is_ours(path: PurePosixPath) -> bool:
-    """A record that somebody edited cannot make an uninstall remove what is not ours."""
-    return ".." not in path.parts and path.parts[0].split("-")[0] in (copies.NAME, *SWITCHES)
+        They are known by their names, so that they are found also where a kill or a hand left no record of them.
+        """
+        bytecode = (self.folder / "__pycache__").glob(f"{Path(GUARD).stem}.*.pyc")
+        found = [*(self.folder / name for name in reversed(SWITCHES)), *bytecode, *self.records(), self.package]
+        return [path for path in found if os.path.lexists(path)]
 
 
 def record_name(release: Release) -> str:

@@ -82,7 +82,7 @@ def test_a_change_elsewhere_in_the_file_has_moved(pristine, newer):
     found = survey(pristine, newer)
     assert (found[GEMMA4].state, found[HPU_ATTN].state) == ("same", "moved")
     assert found[HPU_ATTN].diff == ""
-    assert "what the fix touches is as in vllm-gaudi in pristine" in found[HPU_ATTN].detail
+    assert "what the fix touches is as in vllm-gaudi pristine" in found[HPU_ATTN].detail
 
 
 def test_a_change_inside_an_anchor_has_moved_and_is_shown(pristine, newer):

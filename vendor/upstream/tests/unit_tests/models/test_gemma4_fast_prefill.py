@@ -46,8 +46,9 @@ def test_last_token_attention(query_lens, padded_len, num_kv_heads, num_heads, s
     head_size, scale = 64, 0.5
     key_cache, value_cache, slot_mapping = paged_prompts(query_lens, padded_len, num_kv_heads, head_size)
     query = torch.randn(len(query_lens), num_kv_heads, num_heads // num_kv_heads, head_size)
-    out = hpu_attn._attend_last_tokens(query, key_cache, value_cache, slot_mapping,
-                                       torch.tensor(query_lens, dtype=torch.int32), scale, sliding_window)
+    slots, bias = hpu_attn._last_token_keys(slot_mapping, torch.tensor(query_lens, dtype=torch.int32), sliding_window)
+    assert slots.shape[1] == min(padded_len, sliding_window or padded_len)
+    out = hpu_attn._attend(query, key_cache, value_cache, slots, bias, scale)
     assert torch.isfinite(out).all()
     for row, query_len in enumerate(query_lens):
         if query_len:
