@@ -41,6 +41,7 @@ class Finder:
         return Anything(spec.name)
 
     def exec_module(self, module):
+        module.__file__ = "made up"
         if module.__name__ in MODULES:
             vars(module).update(HPUAttentionMetadata=object)
             exec(open(f"{{VENDOR}}/vllm_gaudi_overrides/{{MODULES[module.__name__]}}").read(), vars(module))
