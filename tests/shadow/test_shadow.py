@@ -11,12 +11,14 @@ from tests.shadow.conftest import shadow
 from tests.support.environments import (
     MERGED,
     PRISTINE,
+    REPOSITORY,
     SHADOW,
     SITE_FILES,
     copies_of,
     install_tree,
     make_environment,
     plain_tree,
+    sha256,
     turn_on,
 )
 
@@ -230,3 +232,14 @@ def test_the_shadow_needs_only_the_standard_library(source):
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module.split(".")[0])
     assert imported <= set(sys.stdlib_module_names) | {"vllm_gaudi_overrides"}
+
+
+def test_the_documentation_has_the_hashes_of_what_is_written():
+    """Scanners and people compare them."""
+    page = (REPOSITORY / "docs" / "install.md").read_text()
+    for name in ("vllm_gaudi_overrides.pth", "vllm_gaudi_overrides.start", "vllm_gaudi_overrides_start.py"):
+        assert sha256((SITE_FILES / name).read_bytes()) in page
+    comment, line = (SITE_FILES / "vllm_gaudi_overrides.pth").read_bytes().splitlines(keepends=True)
+    assert line == b"import vllm_gaudi_overrides_start\n" and line.decode() in page
+    assert comment.decode() in page
+    assert sha256(line) in page
