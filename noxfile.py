@@ -40,7 +40,7 @@ def graft(session: nox.Session, *words: str) -> None:
 def tests(session: nox.Session) -> None:
     """Run all the tests; those on a real release want GAUDI_FIXES_ROOT."""
     install_vllm(session, RELEASES["0.30"]["vllm"])
-    session.install(*TOOL, *group("tests"))
+    session.install(*TOOL, *group("tests"), *group("parity"), *group("bench"))
     session.run("python", "-m", "pytest", *session.posargs)
 
 
@@ -61,15 +61,28 @@ def demo(session: nox.Session) -> None:
     session.run("python", "-m", "demo", *session.posargs)
 
 
-@nox.session(reuse_venv=True, default=False)
-def engine(session: nox.Session) -> None:
-    """Serve a small Gemma 4 with the real plugin on the CPU, flag off and on: `-- --source PATH`."""
+def install_engine(session: nox.Session) -> None:
+    """Install the vLLM of the release that `--release` names, and what the plugin wants beside it."""
     chosen = session.posargs[session.posargs.index("--release") + 1] if "--release" in session.posargs else "0.26"
     install_vllm(session, RELEASES[chosen]["vllm"])
     session.install(*TOOL, *group("engine"))
     # Without their own requirements: torchvision wants another torch, vLLM another transformers.
     session.install("--no-deps", *group(f"engine-{chosen}"))
+
+
+@nox.session(reuse_venv=True, default=False)
+def engine(session: nox.Session) -> None:
+    """Serve a small Gemma 4 with the real plugin on the CPU, flag off and on: `-- --source PATH`."""
+    install_engine(session)
     session.run("python", "-m", "engine", *session.posargs)
+
+
+@nox.session(reuse_venv=True, default=False)
+def bench(session: nox.Session) -> None:
+    """Measure prompt throughput with the real plugin on the CPU, flag off and on: `-- --source PATH`."""
+    install_engine(session)
+    session.install(*group("bench"))
+    session.run("python", "-m", "bench", *session.posargs)
 
 
 @nox.session(reuse_venv=True, default=False)
