@@ -4,7 +4,6 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,47 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engine import plugin
+from engine import faults
 from engine.cases import BY_NAME, CASES, Case
 from engine.compare import Verdict, judge
-from engine.runs import Runs
-from graft import copies, releases, versions
+from engine.runs import Runs, prepare
+from graft import copies
 from graft.errors import GraftError
-
-
-def prepare(options, scratch: Path) -> Runs:
-    """Merge the fix into the source, and write the test model.
-
-    Raises:
-        GraftError: the source, the release or the environment is not fit.
-    """
-    tree = releases.find(options.source)
-    release = versions.get(options.release) if options.release else plugin.release_of(tree)
-    if release is None:
-        raise GraftError(f"{options.source} does not tell which release it is of", "Name the release with --release")
-    prepared = plugin.prepare(options.source, release, options.overrides, scratch, drifted=options.allow_drift)
-    _check_environment(options.python)
-    environ = plugin.environ(prepared, fixed=False, scratch=scratch, extra={})
-    model = scratch / "model"
-    made = subprocess.run([options.python, "-m", "engine.model", model], env=environ, capture_output=True, text=True)
-    if made.returncode:
-        last = made.stderr.strip().splitlines()[-1:]
-        raise GraftError(
-            f"The test model could not be written: {' '.join(last)}",
-            "Use the environment that `nox -s engine` makes",
-        )
-    return Runs(prepared, options.python, model, scratch)
-
-
-def _check_environment(python: Path) -> None:
-    needs = "vllm", "torchvision", "transformers"
-    probe = f"import importlib.util as u; print(*[n for n in {needs} if not u.find_spec(n)])"
-    done = subprocess.run([python, "-I", "-c", probe], capture_output=True, text=True)
-    if done.returncode or done.stdout.strip():
-        raise GraftError(
-            f"{python} lacks {done.stdout.strip() or 'a working Python'}",
-            "Run `nox -s engine -- --source PATH`, or give the interpreter that has it with --python",
-        )
 
 
 def verdicts(runs: Runs, cases: list[Case], jobs: int, tell) -> Iterator[Verdict]:
@@ -127,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at once")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     parser.add_argument("--keep", type=Path, help="folder in which logs and results stay")
+    parser.add_argument("--faults", action="store_true", help="show which case catches each fault of tests/faults.py")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     return parser
 
@@ -140,6 +105,8 @@ def main() -> int:
         return 0
     if options.source is None:
         parser.error("give --source, or set GAUDI_FIXES_ROOT")
+    if options.faults:
+        return faults.report(options.source, release=options.release, python=options.python)
     cases = [BY_NAME[name] for name in options.case or ()] or list(CASES)
     if options.quick:
         cases = [case for case in cases if case.quick]
@@ -154,7 +121,14 @@ def main() -> int:
     try:
         with _scratch(options.keep) as scratch, bar:
             task = bar.add_task("merging the fix, writing the model", total=2 * len(cases))
-            with prepare(options, scratch) as runs:
+            with prepare(
+                options.source,
+                scratch,
+                release=options.release,
+                overrides=options.overrides,
+                allow_drift=options.allow_drift,
+                python=options.python,
+            ) as runs:
                 bar.update(task, description="serving")
                 for verdict in verdicts(runs, cases, options.jobs, lambda: bar.advance(task)):
                     found.append(verdict)

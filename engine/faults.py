@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put each fault of tests/faults.py into the fix, and show which engine case catches it."""
 
-import argparse
-import os
 import runpy
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from engine.__main__ import prepare
 from engine.cases import BY_NAME
-from engine.compare import judge
+from engine.compare import Run, judge
 from engine.plugin import PROJECT
+from engine.runs import Runs, prepare
 from graft import copies
 from graft.errors import GraftError
 
@@ -37,35 +35,18 @@ def overrides_with(fault, folder: Path) -> Path:
     return vendor / copies.OVERRIDES.name
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.faults", description=__doc__)
-    parser.add_argument("--source", type=Path, default=os.environ.get("GAUDI_FIXES_ROOT"))
-    parser.add_argument("--release")
-    parser.add_argument("--python", type=Path, default=Path(sys.executable))
-    parser.add_argument("--only", metavar="WORD", help="faults whose name holds this")
-    options = parser.parse_args()
-    if options.source is None:
-        parser.error("give --source, or set GAUDI_FIXES_ROOT")
-    options.allow_drift = False
+def report(source: Path, *, release: str | None, python: Path) -> int:
+    """Print a table in Markdown, a fault per line; 1 if one goes unnoticed or no longer applies, else 0."""
     faults = runpy.run_path(str(PROJECT / "tests" / "faults.py"))["FAULTS"]
-    stock, missed = {}, 0
+    stock: dict[str, Run] = {}
+    missed = 0
     print("| fault | caught by the engine case |\n|---|---|", flush=True)
     for fault in faults:
-        if options.only and options.only not in fault.name:
-            continue
         with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
-            folder = Path(scratch)
             try:
-                options.overrides = overrides_with(fault, folder)
-                with prepare(options, folder) as runs:
-                    caught = None
-                    for case in map(BY_NAME.get, CASES):
-                        if case.name not in stock:
-                            stock[case.name] = runs.run(case, case.first)
-                        verdict = judge(case, stock[case.name], runs.run(case, case.second))
-                        if not verdict.holds:
-                            caught = f"`{case.name}`: {verdict.problems[0]}"
-                            break
+                overrides = overrides_with(fault, Path(scratch))
+                with prepare(source, Path(scratch), release=release, overrides=overrides, python=python) as runs:
+                    caught = _first_catch(runs, stock)
             except GraftError as error:
                 caught = None
                 print(f"engine: {error}", file=sys.stderr)
@@ -74,5 +55,13 @@ def main() -> int:
     return 1 if missed else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _first_catch(runs: Runs, stock: dict[str, Run]) -> str | None:
+    """The first of CASES that does not hold, and why. `stock` keeps the stock runs from one fault to the next."""
+    for name in CASES:
+        case = BY_NAME[name]
+        if name not in stock:
+            stock[name] = runs.run(case, case.first)
+        verdict = judge(case, stock[name], runs.run(case, case.second))
+        if not verdict.holds:
+            return f"`{name}`: {verdict.problems[0]}"
+    return None

@@ -3,6 +3,7 @@
 
 import json
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from engine import plugin
 from engine.cases import Arm, Case
 from engine.compare import Run
-from engine.plugin import Plugin
-from engine.plugin import environ as environ_of
+from graft import copies, releases, versions
+from graft.errors import GraftError
 
+NEEDS = ("vllm", "torchvision", "transformers")
 ARM_SECONDS = 900
 # Read while the plugin is imported, so a process serves one value of them.
 AT_IMPORT = ("PT_HPU_LAZY_MODE",)
@@ -29,7 +32,7 @@ class Runs:
     As a context manager it ends the processes it has started.
     """
 
-    plugin: Plugin
+    plugin: plugin.Plugin
     python: Path
     model: Path
     scratch: Path
@@ -87,7 +90,7 @@ class Runs:
         return f"the process ended, or gave no result in {ARM_SECONDS} s"
 
     def _start(self, fixed: bool, at_import: Mapping[str, str]) -> subprocess.Popen:
-        environ = environ_of(self.plugin, fixed=fixed, scratch=self.scratch, extra=at_import)
+        environ = plugin.environ(self.plugin, fixed=fixed, scratch=self.scratch, extra=at_import)
         with (self.scratch / "imports.log").open("a") as log:
             return subprocess.Popen(
                 [self.python, "-m", "engine.arm"],
@@ -98,3 +101,43 @@ class Runs:
                 stderr=log,
                 text=True,
             )
+
+
+def prepare(
+    source: Path,
+    scratch: Path,
+    *,
+    release: str | None = None,
+    overrides: Path = copies.OVERRIDES,
+    allow_drift: bool = False,
+    python: Path = Path(sys.executable),
+) -> Runs:
+    """Make the full copies for a source, and write the test model.
+
+    Args:
+        source: a checkout, a site-packages folder, a wheel or an sdist of vllm-gaudi.
+        scratch: an empty folder for all that is made.
+        release: of VERSIONS.toml; None for the one whose files the source has.
+        allow_drift: go by the anchors where the source's files are not the release's pinned ones.
+        python: an interpreter that has the matching vLLM.
+    Raises:
+        GraftError: the source, the release or the environment is not fit.
+    """
+    chosen = versions.get(release) if release else plugin.release_of(releases.find(source))
+    if chosen is None:
+        raise GraftError(f"{source} does not tell which release it is of", "Name the release with --release")
+    probe = f"import importlib.util as u; print(*[n for n in {NEEDS} if not u.find_spec(n)])"
+    done = subprocess.run([python, "-I", "-c", probe], capture_output=True, text=True)
+    if done.returncode or done.stdout.strip():
+        raise GraftError(
+            f"{python} lacks {done.stdout.strip() or 'a working Python'}",
+            "Run `nox -s engine -- --source PATH`, or give the interpreter that has it with --python",
+        )
+    prepared = plugin.prepare(source, chosen, overrides, scratch, drifted=allow_drift)
+    environ = plugin.environ(prepared, fixed=False, scratch=scratch, extra={})
+    model = scratch / "model"
+    made = subprocess.run([python, "-m", "engine.model", model], env=environ, capture_output=True, text=True)
+    if made.returncode:
+        last = " ".join(made.stderr.strip().splitlines()[-1:])
+        raise GraftError(f"The test model could not be written: {last}", "Use the environment of `nox -s engine`")
+    return Runs(prepared, python, model, scratch)

@@ -3,17 +3,15 @@
 
 import importlib.metadata
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from engine.__main__ import prepare
 from engine.cases import CASES
 from engine.compare import judge
 from engine.plugin import release_of
-from graft import copies, releases
+from engine.runs import prepare
+from graft import releases
 
 ROOT = os.environ.get("GAUDI_FIXES_ROOT")
 
@@ -39,14 +37,7 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    options = SimpleNamespace(
-        source=Path(ROOT),
-        release=None,
-        overrides=copies.OVERRIDES,
-        allow_drift=False,
-        python=Path(sys.executable),
-    )
-    with prepare(options, tmp_path_factory.mktemp("engine")) as runs:
+    with prepare(Path(ROOT), tmp_path_factory.mktemp("engine")) as runs:
         yield runs
 
 

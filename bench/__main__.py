@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure prompt throughput with --kv-sharing-fast-prefill off and on, alternating, and print it beside the limit.
+
+As vllm#60445 does: random prompts, one output token, offline LLM.generate. On a Gaudi give --model; with --source it
+runs the plugin of that source on the CPU, with E2B's layer widths and a fifth of its depth.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench.flops import E2B, E4B, GAUDI2, GAUDI3, Card, Shape, limit, prompt_seconds
+
+ARMS = (False, True)  # the flag
+DECODED = 32
+
+
+@dataclass
+class Point:
+    """One length and batch cap. seconds: per flag, one entry per round for all prompts; decode: per step."""
+
+    length: int
+    cap: int
+    prompts: int
+    limit: float
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"off": [], "on": []})
+    decode: dict[str, list[float]] = field(default_factory=lambda: {"off": [], "on": []})
+    peak: dict[str, int] = field(default_factory=dict)
+
+    def rate(self, flag: str) -> float:
+        """Prompt tokens per second, median over the rounds."""
+        return self.prompts * self.length / statistics.median(self.seconds[flag])
+
+    @property
+    def ratio(self) -> float:
+        return self.rate("on") / self.rate("off")
+
+    @property
+    def decode_ratio(self) -> float | None:
+        """Median seconds of a decode step with the flag, by those without."""
+        if not self.decode["on"]:
+            return None
+        return statistics.median(self.decode["on"]) / statistics.median(self.decode["off"])
+
+
+class Failed(Exception):
+    """A measurement that could not be made; says why."""
+
+
+class Engine:
+    """A bench.worker process."""
+
+    def __init__(self, python: Path, environ: dict, settings: dict, vocabulary: int, log: Path):
+        self.log = log
+        with log.open("a") as out:
+            self.process = subprocess.Popen(
+                [python, "-m", "bench.worker", json.dumps({"settings": settings, "vocabulary": vocabulary})],
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                text=True,
+            )
+        self._answer()
+
+    def ask(self, **task) -> dict:
+        try:
+            self.process.stdin.write(json.dumps(task) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        return self._answer()
+
+    def _answer(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            last = self.log.read_text(errors="replace").strip().splitlines()
+            error = next((x for x in reversed(last) if "Error" in x), last[-1] if last else "no word")
+            raise Failed(f"the engine ended: {error.strip()} (log: {self.log})")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        try:
+            self.process.wait(120)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where engines run: the model and, per flag, the environment."""
+
+    model: Path | str
+    shape: Shape
+    vocabulary: int
+    environ: dict[bool, dict[str, str]]
+    settings: dict
+
+
+def on_the_cpu(options, scratch: Path) -> Site:
+    """The plugin of --source behind the bridge, and a model of E2B's widths."""
+    from engine import plugin
+    from graft import copies, releases, versions
+
+    tree = releases.find(options.source)
+    release = versions.get(options.release) if options.release else plugin.release_of(tree)
+    if release is None:
+        raise Failed(f"{options.source} does not tell which release it is of; name it with --release")
+    prepared = plugin.prepare(options.source, release, copies.OVERRIDES, scratch, drifted=False)
+    threads = {"OMP_NUM_THREADS": str(options.threads), "HPU_ON_CPU_GIB": "8"}
+    environ = {flag: plugin.environ(prepared, fixed=flag, scratch=scratch, extra=threads) for flag in ARMS}
+    model = scratch / "model"
+    subprocess.run(
+        [options.python, "-m", "engine.model", model, "--shape", options.shape],
+        env=environ[False],
+        check=True,
+        capture_output=True,
+    )
+    text = json.loads((model / "config.json").read_text())["text_config"]
+    settings = {
+        "dtype": options.dtype,
+        "enforce_eager": True,
+        "limit_mm_per_prompt": {"image": 0, "audio": 0, "video": 0},
+        "disable_log_stats": True,
+    }
+    return Site(model, Shape.of(text), text["vocab_size"] - 12, environ, settings)
+
+
+def on_a_card(options) -> Site:
+    """The vLLM and vllm-gaudi of the interpreter, as they are."""
+    config = Path(options.model, "config.json")
+    if config.is_file():
+        text = json.loads(config.read_text())
+        text = text.get("text_config", text)
+        shape, vocabulary = Shape.of(text), text["vocab_size"]
+    else:
+        shape, vocabulary = (E4B if "E4B" in options.model else E2B), E2B.vocabulary
+    environ = {flag: dict(os.environ) for flag in ARMS}
+    return Site(options.model, shape, vocabulary - 512, environ, {"disable_log_stats": True})
+
+
+@contextmanager
+def engine(site: Site, options, cap: int, flag: bool, scratch: Path):
+    """An engine for prompts of every wanted length, with this batch cap and flag."""
+    longest = max(options.lengths)
+    settings = {
+        **site.settings,
+        "model": str(site.model),
+        "kv_sharing_fast_prefill": flag,
+        "max_model_len": longest + DECODED + 1,
+        "max_num_seqs": options.prompts,
+        "max_num_batched_tokens": cap * (longest + 128),
+        "enable_prefix_caching": False,
+        "seed": 0,
+        **json.loads(options.settings),
+    }
+    environ = {**site.environ[flag], "VLLM_PROMPT_BS_BUCKET_MAX": str(cap)}
+    log = scratch / f"cap-{cap}-flag-{'on' if flag else 'off'}.log"
+    running = Engine(options.python, environ, settings, site.vocabulary, log)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def measure(site: Site, options, scratch: Path, tell) -> list[Point]:
+    """Every length and cap; `tell` hears of each round."""
+    points = []
+    for cap in options.caps:
+        rows = [Point(length, cap, options.prompts, limit(site.shape, length)) for length in options.lengths]
+        if options.together:
+            with ExitStack() as stack:
+                both = {flag: stack.enter_context(engine(site, options, cap, flag, scratch)) for flag in ARMS}
+                for number in range(-1, options.rounds):  # the first one warms up
+                    for flag in ARMS if number % 2 else reversed(ARMS):
+                        _round(both[flag], rows, flag, number, options)
+                        tell()
+        else:
+            for flag in ARMS:
+                with engine(site, options, cap, flag, scratch) as one:
+                    for number in range(-1, options.rounds):
+                        _round(one, rows, flag, number, options)
+                        tell()
+        points += rows
+    return points
+
+
+def _round(one: Engine, rows: list[Point], flag: bool, number: int, options) -> None:
+    name = "on" if flag else "off"
+    for point in rows:
+        task = {"length": point.length, "prompts": point.prompts, "seed": 1000 * point.length + number}
+        first = one.ask(**task, tokens=1)["seconds"]
+        if number < 0:
+            continue
+        point.seconds[name].append(first)
+        if options.decode:
+            # Few prompts, so that a step's own cost shows; the first token is measured apart.
+            few = {**task, "prompts": min(point.prompts, 4)}
+            begun = one.ask(**few, tokens=1)["seconds"]
+            whole = one.ask(**few, tokens=1 + DECODED)["seconds"]
+            point.decode[name].append((whole - begun) / DECODED)
+        if options.memory and name not in point.peak:
+            point.peak[name] = one.ask(memory=point.length)["bytes"]
+
+
+def table(points: list[Point]) -> Table:
+    view = Table(title="Prompt throughput, flag off and on")
+    for name in ("prompt tokens", "batch cap", "off, tokens/s", "on, tokens/s", "ratio", "limit by FLOPs", "of it"):
+        view.add_column(name, justify="right")
+    extra = any(p.decode["on"] for p in points), any(p.peak for p in points)
+    if extra[0]:
+        view.add_column("decode step, on/off", justify="right")
+    if extra[1]:
+        view.add_column("peak bytes, on/off", justify="right")
+    for p in points:
+        row = [str(p.length), str(p.cap), f"{p.rate('off'):,.0f}", f"{p.rate('on'):,.0f}", f"{p.ratio:.2f}"]
+        row += [f"{p.limit:.2f}", f"{p.ratio / p.limit:.0%}"]
+        if extra[0]:
+            row.append(f"{p.decode_ratio:.3f}")
+        if extra[1]:
+            row.append(f"{p.peak['on'] / p.peak['off']:.3f}")
+        view.add_row(*row)
+    return view
+
+
+def roofline(shape: Shape, points: list[Point], cards: list[Card], reached: float) -> Table:
+    view = Table(title=f"Bounds of the whole model on a card, at {reached:.0%} of its peak arithmetic")
+    view.add_column("card")
+    for name in ("prompt tokens", "batch cap", "off, tokens/s", "on, tokens/s", "ratio"):
+        view.add_column(name, justify="right")
+    for card in cards:
+        for p in points:
+            off, on = (prompt_seconds(shape, card, p.length, p.cap, flag, reached) for flag in ARMS)
+            tokens = p.length * p.cap
+            rates = f"{tokens / off:,.0f}", f"{tokens / on:,.0f}"
+            view.add_row(card.name, str(p.length), str(p.cap), *rates, f"{off / on:.2f}")
+    return view
+
+
+def plot(points: list[Point], stem: Path) -> None:
+    """Write `stem`.png and `stem`.svg: throughput over the prompt's length, and the ratio beside its limit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for number, cap in enumerate(sorted({p.cap for p in points})):
+        rows = sorted((p for p in points if p.cap == cap), key=lambda p: p.length)
+        lengths, colour = [p.length for p in rows], f"C{number}"
+        left.plot(lengths, [p.rate("off") for p in rows], "--o", color=colour, label=f"cap {cap}, off")
+        left.plot(lengths, [p.rate("on") for p in rows], "-o", color=colour, label=f"cap {cap}, on")
+        right.plot(lengths, [p.ratio for p in rows], "-o", color=colour, label=f"cap {cap}")
+    lengths = sorted({p.length for p in points})
+    limits = {p.length: p.limit for p in points}
+    right.plot(lengths, [limits[length] for length in lengths], ":", color="black", label="limit by FLOPs")
+    left.set(xlabel="prompt tokens", ylabel="prompt tokens per second", ylim=(0, None))
+    right.set(xlabel="prompt tokens", ylabel="on / off", ylim=(0, None))
+    for axes in (left, right):
+        axes.legend()
+        axes.grid(alpha=0.3)
+    for suffix in (".png", ".svg"):
+        figure.savefig(stem.with_suffix(suffix), dpi=150)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model", help="on a Gaudi: what to serve, such as google/gemma-4-E2B-it")
+    where.add_argument("--source", type=Path, help="on the CPU: a vllm-gaudi, as for `python -m engine`")
+    parser.add_argument("--release", help="of --source, where it does not tell")
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help="interpreter that has vLLM")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="prompt tokens (%(default)s)")
+    parser.add_argument("--caps", type=int, nargs="+", default=[1, 8], help="prompt batch caps (%(default)s)")
+    parser.add_argument("--prompts", type=int, default=64, help="per round (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (%(default)s)")
+    parser.add_argument("--together", action="store_true", help="keep both engines, alternate by round (needs room)")
+    parser.add_argument("--decode", action="store_true", help="measure decode steps too")
+    parser.add_argument("--memory", action="store_true", help="on the CPU: peak of live tensor bytes in a prompt step")
+    parser.add_argument("--settings", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
+    parser.add_argument("--shape", choices=("e2b", "tiny"), default="e2b", help="of the CPU's model (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", help="on the CPU (%(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="on the CPU (%(default)s)")
+    parser.add_argument("--reached", type=float, default=0.5, help="share of peak arithmetic assumed (%(default)s)")
+    parser.add_argument("--card", nargs=3, action="append", metavar=("NAME", "TFLOPS", "TBPS"), help="for the bounds")
+    parser.add_argument("--bounds", choices=("E2B", "E4B"), default="E2B", help="model of the bounds (%(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="STEM", help="write STEM.png and STEM.svg (matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    return parser
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    cards = [Card(n, float(f) * 1e12, float(m) * 1e12) for n, f, m in options.card or ()] or [GAUDI2, GAUDI3]
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder, bar:
+            task = bar.add_task("measuring", total=2 * (options.rounds + 1) * len(options.caps))
+            scratch = Path(folder).resolve()
+            site = on_the_cpu(options, scratch) if options.source else on_a_card(options)
+            points = measure(site, options, scratch, lambda: bar.advance(task))
+    except (Failed, OSError, subprocess.CalledProcessError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    console.print(table(points))
+    console.print(roofline({"E2B": E2B, "E4B": E4B}[options.bounds], points, cards, options.reached))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(p) for p in points], indent=2))
+    if options.plot:
+        plot(points, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
