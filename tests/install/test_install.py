@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What install, check and uninstall promise on an environment in order."""
 
+import ast
 import json
 import os
 import shutil
 
 import pytest
 
-from graft import releases, versions
+from graft import copies, releases, versions
 from tests.support.checkouts import make_checkout, with_release
 from tests.support.environments import (
     FILES,
@@ -59,9 +60,9 @@ def test_install_check_uninstall(tmp_path, checkout, version, style):
     assert checkout.state(environment)["code"] == 0
     assert environment.check()["code"] == 0
     assert not (tmp_path / "imported").exists(), "the tool imported vllm_gaudi"
-    copies = {str(checkout.releases / "v0.30.0" / "vllm_gaudi_overrides")}
-    assert packages(origins(environment)) == copies
-    assert packages(origins(environment, "-I", "-B")) == copies
+    merged = {str(checkout.releases / "v0.30.0" / "vllm_gaudi_overrides")}
+    assert packages(origins(environment)) == merged
+    assert packages(origins(environment, "-I", "-B")) == merged
     assert packages(origins(environment, VLLM_GAUDI_OVERRIDES="0")) == pristine
     assert environment.starts_silently()
 
@@ -74,11 +75,11 @@ def test_install_check_uninstall(tmp_path, checkout, version, style):
 
 def test_the_copies_hold_the_fix(checkout, environment):
     checkout.ok("install", "0.30", environment=environment)
-    code = (
-        "from vllm_gaudi.models.gemma4 import HpuGemma4Model as M; print(M.fast_prefill_forward.__module__)\n"
-        "from vllm_gaudi.attention.backends import hpu_attn; print(hpu_attn._attend_last_tokens.__name__)"
-    )
-    assert environment.run("-c", code).stdout.split() == ["vllm_gaudi.models.gemma4", "_attend_last_tokens"]
+    for file in FILES:
+        source = ast.parse((copies.OVERRIDES / file).read_text())
+        added = [node.name for node in source.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")]
+        assert added
+        environment.run("-c", f"from {module_name(file)} import {', '.join(added)}")
 
 
 def test_installing_again_changes_nothing(checkout, environment):
@@ -92,8 +93,8 @@ def test_installing_again_changes_nothing(checkout, environment):
 
 def test_installing_again_mends_what_was_damaged(checkout, environment):
     checkout.ok("install", "0.30", environment=environment)
-    copies = checkout.releases / "v0.30.0" / "vllm_gaudi_overrides"
-    for path in (copies / FILES[0], copies / "manifest.json", environment.site_packages / "vllm_gaudi_overrides.pth"):
+    made = checkout.releases / "v0.30.0" / "vllm_gaudi_overrides"
+    for path in (made / FILES[0], made / "manifest.json", environment.site_packages / "vllm_gaudi_overrides.pth"):
         path.write_text("")
         assert checkout.state(environment)["code"] == 1
         checkout.ok("install", "0.30", environment=environment)
@@ -286,8 +287,8 @@ def test_on_a_real_release(tmp_path, checkout, style):
     assert checkout.state(environment, release.name)["code"] == 0
     code = "from vllm_gaudi_overrides import verify; print(*[verify.without_importing(n).origin for n in {}])"
     names = [module_name(file) for file in FILES]
-    copies = checkout.releases / release.tag / "vllm_gaudi_overrides"
-    assert environment.run("-c", code.format(names)).stdout.split() == [str(copies / file) for file in FILES]
+    merged = [str(checkout.releases / release.tag / "vllm_gaudi_overrides" / file) for file in FILES]
+    assert environment.run("-c", code.format(names)).stdout.split() == merged
     pristine = environment.run("-c", code.format(names), VLLM_GAUDI_OVERRIDES="0").stdout.split()
     assert pristine == [str(package / file) for file in FILES]
     assert environment.starts_silently()

@@ -248,7 +248,7 @@ class HPURotaryEmbedding:
 
 # Any module of torch and vllm, and any that vllm_gaudi lacks, with any class in it: enough to run the definitions.
 ANYTHING = """
-import sys
+import importlib, sys
 from importlib.machinery import ModuleSpec
 
 class Anything:
@@ -262,6 +262,8 @@ class Anything:
         def get(name):
             if name.startswith("__"):
                 raise AttributeError(name)
+            if name == "nn":
+                return importlib.import_module("torch.nn")
             return (lambda *a, **k: None) if name.islower() else type(name, (), {})
         module.__getattr__ = get
 
