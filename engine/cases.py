@@ -95,6 +95,14 @@ def a_busy_server(engine):
     engine.greedy([start + prompt(60, seed=60)[1:], prompt(300, seed=2)], max_tokens=16)
 
 
+def another_scale(engine):
+    """Gemma 4's attention scale is 1, which forgetting it would not show."""
+    from engine.probe import set_attention_scale
+
+    engine.llm.collective_rpc(set_attention_scale, args=(0.7,))
+    a_mixed_batch(engine)
+
+
 def first_tokens(engine):
     engine.greedy([prompt(n) for n in (40, WINDOW, 300)], max_tokens=1)
 
@@ -325,6 +333,7 @@ CASES = (
         settings={"tensor_parallel_size": 2},
         tolerance=2e-4,
     ),
+    Case("scale", "another attention scale than Gemma 4's, set in both runs", another_scale),
     Case(
         "fp8-cache",
         "an FP8 KV cache is refused when the server starts",

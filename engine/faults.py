@@ -15,7 +15,7 @@ from graft import copies
 from graft.errors import GraftError
 
 # The likeliest to catch something first; the rest of a fault's cases are not run once one has.
-CASES = ("batch", "lengths", "image", "prefix", "chunks", "server")
+CASES = ("batch", "lengths", "image", "prefix", "chunks", "server", "scale")
 
 
 def overrides_with(fault, folder: Path) -> Path:

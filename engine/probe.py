@@ -151,7 +151,7 @@ def _keep_float32(platform, runner_module):
 
 
 def collect(worker):
-    """(forwads as dicts, logits per forward, sha256 of each KV cache tensor) of this worker."""
+    """(forwards as dicts, logits per forward, sha256 of each KV cache tensor) of this worker."""
     caches = {}
     for layer in worker.model_runner.kv_caches:
         for tensor in layer if isinstance(layer, tuple) else (layer,):
@@ -159,6 +159,12 @@ def collect(worker):
                 caches[tensor.data_ptr()] = tensor
     digests = [hashlib.sha256(_bytes(tensor)).hexdigest()[:16] for tensor in caches.values()]
     return [asdict(f) for f in PROBE.forwards], [x.numpy() for x in PROBE.logits], digests
+
+
+def set_attention_scale(worker, scale):
+    """Give every decoder layer's attention this scale."""
+    for layer in _callables(worker.model_runner.get_model()):
+        getattr(layer, "_orig_mod", layer).self_attn.attn.impl.scale = scale
 
 
 def _bytes(tensor):

@@ -87,7 +87,8 @@ class Runs:
             timer.cancel()
         if answer:
             return f"the run ended with status {answer}"
-        return f"the process ended, or gave no result in {ARM_SECONDS} s"
+        last = (self.scratch / "imports.log").read_text(errors="replace").strip().splitlines()[-1:]
+        return f"the process ended, or gave no result in {ARM_SECONDS} s; the last it said: {' '.join(last)}"
 
     def _start(self, fixed: bool, at_import: Mapping[str, str]) -> subprocess.Popen:
         environ = plugin.environ(self.plugin, fixed=fixed, scratch=self.scratch, extra=at_import)
