@@ -127,7 +127,9 @@ def install(plan: copies.Plan, place: Place, *, inside: bool, progress: Progress
         if not inside:
             stack.enter_context(_folders(folder))
             stack.enter_context(locked(folder, lambda: progress.say("Waiting for another install")))
-        stack.enter_context(_swept(place.folder, *([] if inside else [folder, folder / copies.NAME])))
+            sweep(folder)
+            sweep(folder / copies.NAME)
+        sweep(place.folder)
         transaction = stack.enter_context(Transaction(place.folder, interrupts))
         with progress.step("Writing"):
             _write_all(plan, place, folder, inside, transaction)
@@ -138,19 +140,6 @@ def install(plan: copies.Plan, place: Place, *, inside: bool, progress: Progress
                 interrupts.check()  # a Ctrl-C reaches the interpreter that was asked, too
     _compile(place, folder)
     return folder / copies.NAME
-
-
-@contextlib.contextmanager
-def _swept(*folders: Path) -> Iterator[None]:
-    """Clear folders of what a killed install left, and again of what this one leaves if the `with` block raises."""
-    for folder in folders:
-        sweep(folder)
-    try:
-        yield
-    except BaseException:
-        for folder in folders:
-            sweep(folder)
-        raise
 
 
 @contextlib.contextmanager

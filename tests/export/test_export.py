@@ -62,11 +62,10 @@ def test_git_am_gives_the_full_copies(tmp_path, signer):
 
 
 def test_settings_of_the_user_do_not_change_the_patch(tmp_path, signer, monkeypatch):
-    settings = tmp_path / "gitconfig"
-    settings.write_text(
+    (tmp_path / ".gitconfig").write_text(
         "[core]\n autocrlf = true\n hooksPath = /nowhere\n[commit]\n gpgsign = true\n[diff]\n noprefix = true\n"
     )
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(settings))
+    monkeypatch.setenv("HOME", str(tmp_path))
     root = repository(anchored_tree(tmp_path / "release"))
     assert main(["export", "0.30", "--source", str(root), "--output", str(tmp_path / "out"), "--quiet"]) == 0
     check_patch(root, tmp_path / "out", "0.30")

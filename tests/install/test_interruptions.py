@@ -306,12 +306,13 @@ def test_two_installs_at_once(checkout, environment, options):
 
 
 def test_an_install_waits_for_another_one(scene):
+    scene.plan()
     with install.locked(scene.place.folder):
         child = os.fork()
         if child == 0:
             scene.install()
             os._exit(0)
-        time.sleep(0.5)
+        time.sleep(1)
         assert scene.place.is_empty()
     assert os.waitpid(child, 0)[1] == 0
     assert scene.check() == 0
