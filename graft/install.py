@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from graft import copies, drift, releases, versions
+from graft import copies, drift, names, releases, versions
 from graft.errors import Drift, GraftError
 from graft.place import GUARD, SWITCHES, USERS, Place, contents, encode_users, record_name, same_place, users
 from graft.progress import Progress
@@ -59,6 +59,9 @@ def why_inside(plan: copies.Plan, place: Place) -> str | None:
     if not (str(folder).isascii() and str(folder).isprintable() and str(folder) == str(folder).strip()):
         # Before Python 3.13 a .pth file is read in the locale's encoding: one that does not fit stops the interpreter.
         return f"the path {folder} would not be read in every locale"
+    there = next(path for path in (folder / copies.NAME, folder, *folder.parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        return f"{there} cannot be written"
     others = [user for user in users(folder)["environments"] if not same_place(user, place.folder)]
     if others and not _same_pristine(plan, folder):
         return f"{others[0]} uses the copies in {folder}, and those are of other files"
@@ -72,6 +75,23 @@ def _same_pristine(plan: copies.Plan, folder: Path) -> bool:
         return all(there[name]["pristine_sha256"] == mine[name]["pristine_sha256"] for name in mine)
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def check_imports(tree: Tree) -> None:
+    """Refuse an environment in which the copies would not load, as it lacks what they import.
+
+    Raises:
+        Drift: a name is missing in its vllm-gaudi, or in its vLLM if it has one.
+    """
+    lacking = names.lacking("vllm_gaudi", drift.reader(tree))
+    vllm = names.installed(tree.environment.python)
+    if vllm is not None:
+        lacking += names.lacking("vllm", vllm.read)
+    if lacking:
+        missing = ", ".join(f"{name.symbol} in {name.file}" for name in lacking)
+        raise Drift(
+            f"The fix imports what is not there: {missing}", "Run `python -m graft drift`, and see docs/drift.md"
+        )
 
 
 def ask(environment: Environment) -> dict | None:
@@ -305,6 +325,7 @@ def _install_command(args: argparse.Namespace) -> int:
     place = Place(tree.environment)
     with progress.step(f"Merging into {tree.package}"):
         plan = _plan(release, tree, args, progress)
+    check_imports(tree)
     reason = None if args.copy else why_inside(plan, place)
     inside = args.copy or reason is not None
     folder = place.folder if inside else copies.folder(release)

@@ -185,6 +185,17 @@ def test_no_vllm_gaudi_at_all(tmp_path, checkout, environment):
     assert checkout.state(bare)["code"] == 1
 
 
+def test_a_release_that_lacks_what_the_fix_imports_is_refused(checkout, environment):
+    ops = environment.site_packages / "vllm_gaudi" / "extension" / "ops.py"
+    ops.write_text(ops.read_text().replace("class LoraMask", "class AnotherMask"))
+    before = environment.files()
+    done = checkout.run("install", "0.30", environment=environment)
+    assert done.returncode == 2
+    assert "The fix imports what is not there: LoraMask in vllm_gaudi/extension/ops.py. Run" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert environment.files() == before
+
+
 def test_the_named_interpreter_goes_before_the_active_one(tmp_path, checkout, environment):
     other = with_release(tmp_path, "other", "wheel")
     checkout.ok("install", "0.30", "--python", other.python, environment=environment)

@@ -279,6 +279,12 @@ def test_a_read_only_site_packages_is_refused_in_a_line(scene):
     assert scene.state() == start
 
 
+def test_a_read_only_checkout_has_its_copies_put_inside_site_packages(scene, monkeypatch):
+    assert install.why_inside(scene.plan(), scene.place) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).startswith(str(scene.copies)))
+    assert install.why_inside(scene.plan(), scene.place) == f"{scene.copies} cannot be written"
+
+
 def test_an_install_that_would_not_load_is_taken_back(scene):
     """Another tool's hook, in front of ours, answers for itself."""
     site_packages = scene.environment.site_packages
