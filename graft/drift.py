@@ -305,7 +305,7 @@ def _names_table(relied: Mapping[str, Sequence[Name]]) -> str:
     return table(rows)
 
 
-def _reader(tree: Tree) -> Callable[[str], str | None]:
+def reader(tree: Tree) -> Callable[[str], str | None]:
     """Reads a vllm-gaudi's files as text; None for one that is not there or is no text."""
 
     def read(file: str) -> str | None:
@@ -350,7 +350,7 @@ def _drift_command(args: argparse.Namespace) -> int:
         found = reach(args)
     with progress.step("Comparing"):
         made = reports(found)
-        relied = {label_of(tree): names.survey("vllm_gaudi", _reader(tree)) for tree in found.trees}
+        relied = {label_of(tree): names.survey("vllm_gaudi", reader(tree)) for tree in found.trees}
         relied_vllm = {f"vLLM {vllm.version or vllm.path}": names.survey("vllm", vllm.read) for vllm in found.vllms}
         pairs = [] if args.source or args.vllm else list(zip(found.kept, found.kept[1:]))  # noqa: B905
         changes = [between(one, other) for one, other in pairs]

@@ -125,6 +125,12 @@ def survey(package: str, read: Callable[[str], str | None]) -> list[Name]:
     return found
 
 
+def lacking(package: str, read: Callable[[str], str | None]) -> list[Name]:
+    """The names that the override sources import from a package and it does not have: the copies would not load."""
+    found = [_look(read, file, symbol, None) for file, symbol in imports(package)]
+    return [name for name in found if name.state != "same"]
+
+
 def imports(package: str, overrides: Path = copies.OVERRIDES) -> list[tuple[str, str]]:
     """What the override sources import from a package, as (file, name), each once."""
     found = []
