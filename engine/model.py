@@ -114,9 +114,10 @@ def write(folder, shape="tiny", seed=0):
     with torch.no_grad():
         _away_from_one(model)
     model.save_pretrained(folder)
-    _add_unused_weights(folder, model.config.text_config)
+    # From our own widths: how a config tells a layer's head size differs between transformers' versions.
+    _add_unused_weights(folder, SHAPES[shape])
     _write_words(folder)
-    _write_adapter(folder / "lora", model.config.text_config)
+    _write_adapter(folder / "lora", SHAPES[shape])
     return sum(p.numel() for p in model.parameters())
 
 
@@ -129,19 +130,21 @@ def _away_from_one(model):
             tensor.mul_(1 + 0.2 * torch.randn_like(tensor))
 
 
-def _add_unused_weights(folder, text):
+def _head(widths, layer):
+    return widths["head_dim"] if widths["layer_types"][layer] == SLIDING else widths["global_head_dim"]
+
+
+def _add_unused_weights(folder, widths):
     """Real checkpoints hold K and V weights for the shared layers as well; transformers saves none."""
     file = folder / "model.safetensors"
     weights = load_file(file)
-    widths = {SLIDING: text.head_dim, FULL: text.global_head_dim}
-    shared = text.num_hidden_layers - text.num_kv_shared_layers
-    for layer in range(shared, text.num_hidden_layers):
-        width = widths[text.layer_types[layer]]
+    layers = len(widths["layer_types"])
+    for layer in range(layers - widths["num_kv_shared_layers"], layers):
+        head = _head(widths, layer)
         prefix = f"model.language_model.layers.{layer}.self_attn."
         for name in ("k_proj", "v_proj"):
-            shape = (width * text.num_key_value_heads, text.hidden_size)
-            weights[f"{prefix}{name}.weight"] = text.initializer_range * torch.randn(shape)
-        weights[f"{prefix}k_norm.weight"] = torch.ones(width)
+            weights[f"{prefix}{name}.weight"] = widths["initializer_range"] * torch.randn(head, widths["hidden_size"])
+        weights[f"{prefix}k_norm.weight"] = torch.ones(head)
     save_file(weights, file, metadata={"format": "pt"})
 
 
@@ -175,13 +178,12 @@ def _write_words(folder):
     ).save_pretrained(folder)
 
 
-def _write_adapter(folder, text, rank=8):
+def _write_adapter(folder, widths, rank=8):
     """A LoRA adapter on the query and output projections of every layer."""
     folder.mkdir(exist_ok=True)
     weights = {}
-    for layer, kind in enumerate(text.layer_types):
-        head = text.head_dim if kind == SLIDING else text.global_head_dim
-        inner, outer = text.num_attention_heads * head, text.hidden_size
+    for layer in range(len(widths["layer_types"])):
+        inner, outer = widths["num_attention_heads"] * _head(widths, layer), widths["hidden_size"]
         prefix = f"base_model.model.model.language_model.layers.{layer}.self_attn."
         for name, fan_in, fan_out in (("q_proj", outer, inner), ("o_proj", inner, outer)):
             weights[f"{prefix}{name}.lora_A.weight"] = 0.1 * torch.randn(rank, fan_in)
