@@ -189,7 +189,7 @@ def test_a_release_that_lacks_what_the_fix_imports_is_refused(checkout, environm
     ops = environment.site_packages / "vllm_gaudi" / "extension" / "ops.py"
     ops.write_text(ops.read_text().replace("class LoraMask", "class AnotherMask"))
     before = environment.files()
-    done = checkout.run("install", "0.30", environment=environment)
+    done = checkout.run("install", "0.30", "--quiet", environment=environment)
     assert done.returncode == 2
     assert "The fix imports what is not there: LoraMask in vllm_gaudi/extension/ops.py. Run" in done.stderr
     assert len(done.stderr.splitlines()) == 1
