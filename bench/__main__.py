@@ -8,6 +8,7 @@ runs the plugin of that source on the CPU, with E2B's layer widths and a fifth o
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -85,9 +86,10 @@ class Engine:
     def _answer(self) -> dict:
         line = self.process.stdout.readline()
         if not line:
-            last = self.log.read_text(errors="replace").strip().splitlines()
-            error = next((x for x in reversed(last) if "Error" in x), last[-1] if last else "no word")
-            raise Failed(f"the engine ended: {error.strip()} (log: {self.log})")
+            status = self.process.wait()
+            said = self.log.read_text(errors="replace").splitlines()
+            errors = [line for line in said if re.match(r"(\(.*\) )?(\w+\.)*\w*Error\b", line)]
+            raise Failed(f"the engine ended with status {status}: {(errors or ['it said nothing of why'])[-1]}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -130,7 +132,9 @@ def on_the_cpu(options, scratch: Path) -> Site:
         capture_output=True,
     )
     text = json.loads((model / "config.json").read_text())["text_config"]
+    blocks = options.prompts * (max(options.lengths) // 128 + 2)
     settings = {
+        "num_gpu_blocks_override": 4 * blocks,  # for each group of layers with one block table
         "dtype": options.dtype,
         "enforce_eager": True,
         "limit_mm_per_prompt": {"image": 0, "audio": 0, "video": 0},
