@@ -103,6 +103,11 @@ def another_scale(engine):
     a_mixed_batch(engine)
 
 
+def embeddings(engine):
+    outputs = engine.llm.embed([{"prompt_token_ids": prompt(n)} for n in (40, 200)], use_tqdm=False)
+    engine.answers += [output.outputs.embedding for output in outputs]
+
+
 def first_tokens(engine):
     engine.greedy([prompt(n) for n in (40, WINDOW, 300)], max_tokens=1)
 
@@ -334,6 +339,20 @@ CASES = (
         a_short_batch,
         settings={"tensor_parallel_size": 2},
         tolerance=2e-4,
+    ),
+    Case(
+        "text-class",
+        "a checkpoint of the text-only class, which the plugin's model class does not reach",
+        a_short_batch,
+        settings={"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
+        refusal="AssertionError",
+    ),
+    Case(
+        "pooling",
+        "embeddings: every token is needed; this path of the runner is not recorded, only its results",
+        embeddings,
+        {},
+        settings={"runner": "pooling", "convert": "embed"},
     ),
     Case("scale", "another attention scale than Gemma 4's, set in both runs", another_scale),
     Case(
