@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine that measures on demand: JSON settings as argument, then a JSON task per line, an answer per line.
 
-Tasks: {"length", "prompts", "tokens", "seed"} answers {"wall", "cpu"}, seconds for that many random prompts and output
-tokens; {"memory": length} answers {"bytes"}, the peak of live tensor bytes above those before, in one prompt of that length.
+{"length", "prompts", "tokens", "seed"}: answers {"wall", "cpu"}, the seconds for that many random prompts and output
+tokens. {"memory": length}: answers {"bytes"}, the peak of live tensor bytes above those before, in one prompt.
 """
 
 import json
