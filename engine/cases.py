@@ -10,7 +10,8 @@ from engine.words import SPECIAL_TOKENS, prompt
 WINDOW = 128
 
 FIRST_PROMPTS = {PROMPT: FAST, DECODE: ALL}
-WITH_CONTEXT = {PROMPT: FAST, CONTEXT: FAST, DECODE: ALL}
+WITH_CONTEXT = {PROMPT: FAST, CONTEXT: ALL, DECODE: ALL}
+CONTEXT_TOO = {PROMPT: FAST, CONTEXT: FAST, DECODE: ALL}
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,14 @@ def first_tokens(engine):
     engine.greedy([prompt(n) for n in (40, WINDOW, 300)], max_tokens=1)
 
 
+def preempted_with_a_hit(engine):
+    """Three blocks each in a pool of nine: the last is preempted while it answers, and finds its first block cached.
+
+    The runner then samples every token that it had answered with again, and the answer starts over, flag or not.
+    """
+    engine.greedy([prompt(length, seed) for length, seed in ((375, 11), (374, 12), (370, 13))], max_tokens=40)
+
+
 def long_prompts(engine):
     engine.greedy([prompt(n) for n in (WINDOW, 3 * WINDOW + 17, 4 * WINDOW, 40)], max_tokens=12)
 
@@ -161,6 +170,7 @@ def prompt_logprobs(engine):
     engine.greedy([prompt(40)], prompt_logprobs=3)
 
 
+ASKED = {"VLLM_FAST_PREFILL_WITH_CONTEXT": "1"}
 CAP_8 = {"VLLM_PROMPT_BS_BUCKET_MAX": "8"}
 WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 4096}
 CHUNKS = {"max_num_batched_tokens": 128}
@@ -217,6 +227,31 @@ CASES = (
         "preempted and resumed: only the last row of what is run again is sampled",
         more_than_fits,
         settings={"num_gpu_blocks_override": 7, "max_model_len": 256},
+    ),
+    Case(
+        "preemption-hit",
+        "preempted and resumed with a prefix-cache hit: several tokens of one prompt step are sampled",
+        preempted_with_a_hit,
+        WITH_CONTEXT,
+        settings={"num_gpu_blocks_override": 10, "max_model_len": 512, "enable_prefix_caching": True},
+        quick=True,
+    ),
+    Case(
+        "prefix-asked",
+        "prefix-cache hits, with VLLM_FAST_PREFILL_WITH_CONTEXT=1",
+        shared_prefixes,
+        CONTEXT_TOO,
+        settings={"enable_prefix_caching": True},
+        environ=ASKED,
+        quick=True,
+    ),
+    Case(
+        "chunks-asked",
+        "chunked prefill under async scheduling, with VLLM_FAST_PREFILL_WITH_CONTEXT=1",
+        long_prompts,
+        CONTEXT_TOO,
+        settings={**CHUNKS, "async_scheduling": True},
+        environ=ASKED,
     ),
     Case(
         "async",

@@ -53,7 +53,7 @@ def gemma(model):
     ).expand(-1, -1, PER_LAYER)
     made.project_per_layer_inputs = lambda embeds, inputs: inputs
     made.last_kv_layer_splits = False
-    made.one_sample_per_prompt = True
+    made.fast_prefill_with_context = True
     return made
 
 
@@ -210,7 +210,7 @@ def test_a_prompt_with_context_takes_the_fast_path(model, gemma):
 @pytest.mark.parametrize(
     "case, changes, reason",
     [
-        ("a KV connector", {}, "a KV connector may"),
+        ("not asked for", {}, "earlier tokens are in the KV cache already"),
         ("no mask", dict(attn_bias=None), "no masks for the context"),
         ("no window mask", dict(window_attn_bias=None), "no masks for the context"),
     ],
@@ -218,7 +218,7 @@ def test_a_prompt_with_context_takes_the_fast_path(model, gemma):
 def test_a_prompt_with_context_falls_back_where_its_rows_are_not_known_to_be_enough(
     model, gemma, case, changes, reason
 ):
-    gemma.one_sample_per_prompt = case != "a KV connector"
+    gemma.fast_prefill_with_context = case != "not asked for"
     run(model, gemma, [5], S, **{**MASKED, **changes})
     assert gemma.layers[4].calls[0][1].shape[0] == S
     assert reason in model.log[0]
@@ -338,11 +338,19 @@ def test_the_buffers_for_cuda_graphs_are_freed(model, gemma, server):
     assert gemma.positions is gemma.hidden_states is gemma.per_layer_inputs is None
 
 
-def test_a_kv_connector_keeps_prompts_with_context_on_all_layers(model, gemma, server):
-    server.kv_transfer_config = object()
+@pytest.mark.parametrize(
+    "asked, connector, taken", [(None, None, False), ("0", None, False), ("1", None, True), ("1", 1, False)]
+)
+def test_prompts_with_context_take_the_fast_path_on_request_and_without_a_kv_connector(
+    model, gemma, server, monkeypatch, asked, connector, taken
+):
+    monkeypatch.delenv("VLLM_FAST_PREFILL_WITH_CONTEXT", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_FAST_PREFILL_WITH_CONTEXT", asked)
+    server.kv_transfer_config = connector
     start(model, gemma)
     assert gemma.fast_prefill_enabled
-    assert not gemma.one_sample_per_prompt
+    assert gemma.fast_prefill_with_context == taken
 
 
 # The last layer with a KV cache of its own.

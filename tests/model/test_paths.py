@@ -55,8 +55,10 @@ def test_decode_steps_run_every_layer(pair):
     assert forwards == [[4] * 35]
 
 
+@pytest.mark.parametrize("asked", [False, True])
 @pytest.mark.parametrize("first, second", [(WINDOW, 40), (200, 1), (200, 190), (3 * WINDOW, 130)])
-def test_prompts_with_context_take_the_fast_path_and_agree(pair, first, second):
+def test_prompts_with_context_take_the_fast_path_when_asked_to_and_agree(pair, monkeypatch, first, second, asked):
+    monkeypatch.setattr(pair.on.model.model.language_model.model, "fast_prefill_with_context", asked)
     (prompt,) = pair.prompts(first + second)
     logits, rows = {}, {}
     for name, runner in (("off", pair.off), ("on", pair.on)):
@@ -67,14 +69,16 @@ def test_prompts_with_context_take_the_fast_path_and_agree(pair, first, second):
         runner.release(request)
     padded = rows["off"][0]
     assert rows["off"] == [padded] * LAYERS
-    assert rows["on"] == [padded] * FIRST_ON_ROWS + [1] * (LAYERS - FIRST_ON_ROWS)
+    fast = LAYERS - FIRST_ON_ROWS if asked else 0
+    assert rows["on"] == [padded] * (LAYERS - fast) + [1] * fast
     torch.testing.assert_close(logits["on"], logits["off"], atol=5e-4, rtol=0)
     expected = reference_logits(pair.reference, prompt)[-1:]
     torch.testing.assert_close(logits["on"], expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("with_context", [False, True])
-def test_the_cache_after_a_prompt_is_the_same_to_the_bit(fresh, with_context):
+def test_the_cache_after_a_prompt_is_the_same_to_the_bit(fresh, monkeypatch, with_context):
+    monkeypatch.setattr(fresh.on.model.model.language_model.model, "fast_prefill_with_context", with_context)
     for runner in (fresh.off, fresh.on):
         (first, *_), _ = runner.prefill(fresh.prompts(200, 127, 129, 300), rows=6)
         if with_context:
@@ -119,12 +123,11 @@ def test_each_reason_is_told_once_by_the_logger_that_vllm_sets_up(pair, monkeypa
     monkeypatch.setattr(logger, "handlers", [Listener()])
     monkeypatch.setattr(logger, "level", logging.INFO)
     logger.manager._clear_cache()
-    monkeypatch.setattr(pair.on.model.model.language_model.model, "one_sample_per_prompt", False)
     (request,), _ = pair.on.prefill(pair.prompts(130))
     for _ in range(3):
         pair.on.extend(request, [1, 2, 3])
     (reason,) = [line for line in told if "ast prefill" in line]
-    assert "a KV connector" in reason
+    assert "in the KV cache already" in reason
 
 
 def test_only_models_with_kv_shared_layers_are_changed(pair_of):

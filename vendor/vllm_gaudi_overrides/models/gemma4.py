@@ -9,9 +9,11 @@ every token. vLLM's own `fast_prefill_forward` needs per-layer GPU attention met
 build; this one needs only what that runner hands over anyway.
 Related: vllm#22628 (the flag), vllm#60445 (on by default for E2B and E4B on GPU), vllm#54917 (shared layers project
 queries only).
-Future: text-only checkpoints (Gemma4ForCausalLM) do not go through this class yet.
+Future: prompts with context take this path only with VLLM_FAST_PREFILL_WITH_CONTEXT=1, until a step tells how many of
+its tokens are sampled. Text-only checkpoints (Gemma4ForCausalLM) do not go through this class yet.
 """
 
+import os
 from contextlib import contextmanager
 from itertools import islice
 
@@ -57,7 +59,7 @@ class HpuGemma4Model(UpstreamGemma4Model):
         attn_metadata = get_forward_context().attn_metadata
         first_shared = _first_kv_shared_layer(self.config)
         reason = _why_not_fast_prefill(attn_metadata, positions, self.layers[first_shared].self_attn.attn.kv_cache,
-                                       self.one_sample_per_prompt)
+                                       self.fast_prefill_with_context)
         if reason is not None:
             if attn_metadata is not None and attn_metadata.is_prompt:
                 plugin_logger().info_once("Fast prefill: all layers run on all tokens of prompts where %s.", reason)
@@ -176,7 +178,7 @@ def _lora_mask_of(rows: torch.Tensor):
     LoraMask.setLoraMask(mask)
 
 
-def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, one_sample: bool) -> str | None:
+def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, with_context: bool) -> str | None:
     """Why the KV-shared layers must run on every token of this batch; None if one row per prompt will do.
 
     Decided from Python values and shapes alone, so that it costs no synchronisation and is the same for all the
@@ -186,7 +188,7 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, one_
         attn_metadata: the runner's metadata for all layers.
         positions: [B, S].
         kv_cache: what is bound to a KV-shared layer; a tuple once the runner has allocated the caches.
-        one_sample: no step of this server samples several tokens of a prompt.
+        with_context: whether prompts with context may take the fast path.
     """
     if attn_metadata is None:
         return "there is no attention metadata"
@@ -201,8 +203,8 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, one_
         return "the batch is not one padded row per prompt"
     if attn_metadata.block_list is None:
         return None
-    if not one_sample:
-        return "a KV connector may have requests sample several tokens of a step that has context"
+    if not with_context:
+        return "earlier tokens are in the KV cache already (prefix-cache hits, later chunks of a long prompt)"
     if positions.shape[0] != 1:
         return "several prompts with context share a batch"
     if attn_metadata.attn_bias is None or attn_metadata.window_attn_bias is None:
@@ -218,8 +220,10 @@ def _configure_fast_prefill(model: UpstreamGemma4Model, vllm_config: VllmConfig)
     """
     if not model.fast_prefill_enabled:
         return
-    # Requests that a KV connector puts back are caught up by a prompt step which samples all of its tokens.
-    model.one_sample_per_prompt = vllm_config.kv_transfer_config is None
+    # A request that was preempted and finds a part of itself in the prefix cache, or that a KV connector puts back,
+    # samples several tokens of a step that has context. The metadata does not tell such a step from others.
+    model.fast_prefill_with_context = (os.environ.get("VLLM_FAST_PREFILL_WITH_CONTEXT") == "1"
+                                       and vllm_config.kv_transfer_config is None)
     reason = _why_fast_prefill_is_off(model, vllm_config)
     if reason is not None:
         model.fast_prefill_enabled = False
