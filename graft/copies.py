@@ -100,6 +100,7 @@ def plan(
         raise GraftError(f"{overrides} holds no override source", "Restore it from git")
     if not allow_drift:
         _check_hashes(release, tree, read)
+    _check_is_no_other(release, tree, read)
     for file, data in read.items():
         source = (overrides / file).read_bytes()
         pristine = _decode(data, file, release)
@@ -164,8 +165,13 @@ def _check_hashes(release: Release, tree: Tree, read: Mapping[str, bytes]) -> No
                 f"(its sha256 is {found[:12]}..., pinned is {pin[:12]}...)",
                 f"Give a pristine vllm-gaudi {release.name}, or see docs/drift.md",
             )
+
+
+def _check_is_no_other(release: Release, tree: Tree, read: Mapping[str, bytes]) -> None:
+    """Refuse, for a release that is not pinned, files that are exactly another release's."""
     if release.is_pinned:
         return
+    hashes = {file: sha256(data) for file, data in read.items()}
     for other in versions.load().values():
         if other.name != release.name and dict(other.files) == hashes:
             raise Drift(

@@ -110,9 +110,32 @@ def ask(environment: Environment) -> dict | None:
             cwd=environment.prefix,
             env=variables,
         )
-        return {**json.loads(done.stdout), "said": done.stderr.strip()}
+        return {**_object(done.stdout), "said": done.stderr.strip()}
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
+
+
+def _object(text: str) -> dict:
+    """The JSON object that a text ends with; an interpreter may print something before it.
+
+    Raises:
+        ValueError: it ends with none.
+    """
+    lines = text.strip().splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                return json.loads("".join(lines[number:]))
+    raise ValueError("no JSON object")
+
+
+def _noise(environment: Environment) -> set[str]:
+    """The lines that the environment's interpreter puts on stderr at every start, without anything of ours."""
+    variables = {**os.environ, "VLLM_GAUDI_OVERRIDES": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [environment.python, "-c", "pass"], capture_output=True, text=True, cwd=environment.prefix, env=variables
+    )
+    return set(done.stderr.splitlines())
 
 
 def prove(place: Place, folder: Path) -> None:
@@ -130,8 +153,9 @@ def prove(place: Place, folder: Path) -> None:
         raise GraftError(f"{line['file']} would not come from the copy: {line['cause']}", mend)
     if not same_place(found["folder"], folder / copies.NAME):
         raise GraftError(f"An older shadow in {found['folder']} comes first", "Remove it by hand")
-    if found["said"]:
-        raise GraftError(f"The interpreter no longer starts silently: {found['said']}", mend)
+    said = [line for line in found["said"].splitlines() if line not in _noise(place.environment)]
+    if said:
+        raise GraftError(f"The interpreter no longer starts silently: {' '.join(said)}", mend)
 
 
 def install(plan: copies.Plan, place: Place, *, inside: bool, progress: Progress) -> Path:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,8 +151,8 @@ def _look(read: Callable[[str], str | None], file: str, symbol: str, given: tupl
         return Name(file, symbol, "missing", "there is no such file")
     try:
         tree = ast.parse(text)
-    except SyntaxError as error:
-        return Name(file, symbol, "missing", f"the file does not parse ({error.msg})")
+    except (SyntaxError, ValueError) as error:
+        return Name(file, symbol, "missing", f"the file does not parse ({error})")
     owner, _, name = symbol.rpartition(".")
     if owner:
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner]
@@ -228,7 +229,7 @@ def given(path: Path) -> Vllm:
             with tarfile.open(path) as archive:
                 members = {m.name.partition("/")[2]: m for m in archive if m.isreg()}
                 return _archive(path, members, lambda member: archive.extractfile(member).read())
-    except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+    except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
         raise GraftError(f"{path} is damaged: {error}", "Download it again") from None
     raise GraftError(f"{path} is no vLLM", "Give site-packages, a checkout, a wheel or an sdist with --vllm")
 
@@ -240,8 +241,12 @@ def installed(python: Path) -> Vllm | None:
         "print(json.dumps(spec and list(spec.submodule_search_locations)))"
     )
     done = subprocess.run([python, "-I", "-B", "-c", code], capture_output=True, text=True)
-    places = json.loads(done.stdout) if done.returncode == 0 else None
-    return _folder(Path(places[0]).parent) if places else None
+    try:  # the interpreter itself may print at its start
+        places = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        return None
+    regular = [place for place in places or () if (Path(place) / "__init__.py").is_file()]
+    return _folder(Path(regular[0]).parent) if regular else None
 
 
 def _folder(path: Path) -> Vllm:
@@ -251,10 +256,10 @@ def _folder(path: Path) -> Vllm:
 
     def read(name: str) -> str | None:
         file = root / name
-        return file.read_text(encoding="utf-8") if file.is_file() else None
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
 
     described = [*sorted(root.glob("vllm-*.dist-info/METADATA")), root / "PKG-INFO"]
-    texts = [file.read_text(encoding="utf-8") for file in described if file.is_file()]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in described if file.is_file()]
     return Vllm(path, _version(texts[0]) if texts else None, read)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.parser import HeaderParser
@@ -200,7 +201,7 @@ def _open(path: Path) -> Tree:
             return _open_zip(path)
         if tarfile.is_tarfile(path):
             return _open_tar(path)
-    except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+    except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
         raise GraftError(f"{path} is damaged: {error}", "Download or build it again") from None
     raise GraftError(f"{path} is no wheel and no sdist", "Give a folder, a wheel or an sdist with --source")
 
@@ -265,7 +266,7 @@ def _archive(kind: str, path: Path, sizes: Mapping[str, int], read_member: Calla
             raise GraftError(f"{name} in {path} is too large to be a source file", "Get it again")
         try:
             return read_member(name)
-        except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, RuntimeError) as error:
+        except (OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, RuntimeError, zlib.error) as error:
             raise GraftError(f"{path} is damaged: {error}", "Download or build it again") from None
 
     pattern = rf"{PACKAGE}-[^/]*\.dist-info/METADATA" if root == "" else rf"{re.escape(root)}PKG-INFO"

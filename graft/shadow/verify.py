@@ -101,7 +101,7 @@ def ask_the_others(finder, fullname: str, path, target=None):
 def read_manifest(folder: str = FOLDER) -> dict:
     """Read `manifest.json`. Raises Doubt where it is missing or not one of ours."""
     path = os.path.join(folder, "manifest.json")
-    again = "run `python -m graft install` in the checkout again"
+    again = "run `python -m graft install RELEASE` in the checkout again"
     try:
         with open(path, "rb") as file:
             manifest = json.load(file)

@@ -19,7 +19,7 @@ class Missing:
             logging.getLogger("vllm_gaudi_overrides").warning(
                 "vllm_gaudi_overrides: the fast-prefill fix is off and vllm-gaudi's own modules "
                 "are loaded, because the folder that vllm_gaudi_overrides.pth points at was moved, "
-                "deleted or damaged (%s). To mend it: run `python -m graft install` in the "
+                "deleted or damaged (%s). To mend it: run `python -m graft install RELEASE` in the "
                 "checkout again, or `pip uninstall vllm-gaudi-overrides`.",
                 self.error,
             )

@@ -196,6 +196,13 @@ def test_a_release_that_lacks_what_the_fix_imports_is_refused(checkout, environm
     assert environment.files() == before
 
 
+def test_an_interpreter_that_prints_at_its_start_is_no_obstacle(checkout, environment):
+    hook = environment.site_packages / "sitecustomize.py"
+    hook.write_text("import sys\nprint('{hello}')\nprint('noise', file=sys.stderr)\n")
+    checkout.ok("install", "0.30", environment=environment)
+    assert checkout.state(environment)["code"] == 0
+
+
 def test_the_named_interpreter_goes_before_the_active_one(tmp_path, checkout, environment):
     other = with_release(tmp_path, "other", "wheel")
     checkout.ok("install", "0.30", "--python", other.python, environment=environment)

@@ -133,11 +133,16 @@ def test_a_version_of_another_release_is_drift(release, checkout, overrides, ver
         copies.plan(release, tree, overrides=overrides)
 
 
-def test_files_that_are_pinned_for_another_release_are_drift(release, checkout, overrides, monkeypatch):
+@pytest.mark.parametrize("allow_drift", [False, True])
+def test_files_that_are_pinned_for_another_release_are_drift_whatever_is_allowed(
+    release, checkout, overrides, monkeypatch, allow_drift
+):
     other = dataclasses.replace(pin(release), name="0.9")
     monkeypatch.setattr(versions, "load", lambda: {"0.9": other})
     with pytest.raises(Drift, match="holds release 0.9's files, not release 1.0's"):
-        copies.plan(release, releases.find(checkout), overrides=overrides)
+        copies.plan(
+            release, releases.find(checkout, allow_drift=allow_drift), overrides=overrides, allow_drift=allow_drift
+        )
 
 
 def test_an_override_that_versions_toml_does_not_know_is_named(release, checkout, overrides):

@@ -217,6 +217,19 @@ def test_an_sdist_cut_short_is_refused(tmp_path):
         releases.find(path)
 
 
+def test_a_wheel_whose_compressed_data_are_corrupt_is_refused(tmp_path):
+    path = tmp_path / "x.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("vllm_gaudi/attention/backends/hpu_attn.py", "".join(map(str, range(2000))))
+        archive.writestr("vllm_gaudi/__init__.py", "")
+        archive.writestr("vllm_gaudi-1.0.0.dist-info/METADATA", METADATA.format("1.0.0"))
+    data = bytearray(path.read_bytes())
+    data[100:140] = b"\xff" * 40
+    path.write_bytes(data)
+    with pytest.raises(GraftError, match="is damaged"):
+        releases.find(path).read("attention/backends/hpu_attn.py")
+
+
 def test_a_wheel_whose_file_is_corrupt_is_refused(tmp_path):
     path = make_wheel(tmp_path / "x.whl")
     data = path.read_bytes()
