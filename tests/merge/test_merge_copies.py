@@ -140,9 +140,7 @@ def test_files_that_are_pinned_for_another_release_are_drift_whatever_is_allowed
     other = dataclasses.replace(pin(release), name="0.9")
     monkeypatch.setattr(versions, "load", lambda: {"0.9": other})
     with pytest.raises(Drift, match="holds release 0.9's files, not release 1.0's"):
-        copies.plan(
-            release, releases.find(checkout, allow_drift=allow_drift), overrides=overrides, allow_drift=allow_drift
-        )
+        copies.plan(release, releases.find(checkout), overrides=overrides, allow_drift=allow_drift)
 
 
 def test_an_override_that_versions_toml_does_not_know_is_named(release, checkout, overrides):
