@@ -32,8 +32,10 @@ def install_vllm(session: nox.Session, version: str) -> None:
 def graft(session: nox.Session, *words: str) -> None:
     """Run the tool from a session's environment, looking for vllm-gaudi in the one nox was started from."""
     session.install(*TOOL)
-    outer = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": os.environ.get("VIRTUAL_ENV", "")}
-    session.run("python", "-m", "graft", *words, *session.posargs, env=outer)
+    # nox puts its own environment in front of PATH whatever it is given, so `env` sets the outer one again.
+    outer = [f"PATH={os.environ['PATH']}", f"VIRTUAL_ENV={os.environ.get('VIRTUAL_ENV', '')}"]
+    python = os.path.join(session.bin, "python")
+    session.run("env", *outer, python, "-m", "graft", *words, *session.posargs, external=True)
 
 
 @nox.session(reuse_venv=True)
@@ -63,6 +65,9 @@ def demo(session: nox.Session) -> None:
 
 def install_engine(session: nox.Session) -> None:
     """Install the vLLM of the release that `--release` names, and what the plugin wants beside it."""
+    asks = {"--source", "--help", "-h", "--list"} & set(session.posargs)
+    if not asks and "GAUDI_FIXES_ROOT" not in os.environ:
+        session.error("Name a vllm-gaudi with `-- --source PATH`: a checkout, site-packages, a wheel or an sdist")
     chosen = session.posargs[session.posargs.index("--release") + 1] if "--release" in session.posargs else "0.26"
     install_vllm(session, RELEASES[chosen]["vllm"])
     session.install(*TOOL, *group("engine"))
@@ -94,7 +99,7 @@ def parity(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True, default=False)
 def faults(session: nox.Session) -> None:
-    """Put ten faults into the fix, one at a time, and see the tests catch each."""
+    """Put faults into the fix, one at a time, and see the tests catch each."""
     install_vllm(session, RELEASES["0.30"]["vllm"])
     session.install(*TOOL, *group("tests"))
     session.run("python", "tests/faults.py", *session.posargs)
