@@ -5,6 +5,7 @@
 """Every job of this project, thin: `nox -l` lists them, `nox -s NAME -- --help` asks one of them."""
 
 import os
+import subprocess
 
 import nox
 
@@ -32,10 +33,11 @@ def install_vllm(session: nox.Session, version: str) -> None:
 def graft(session: nox.Session, *words: str) -> None:
     """Run the tool from a session's environment, looking for vllm-gaudi in the one nox was started from."""
     session.install(*TOOL)
-    # nox puts its own environment in front of PATH whatever it is given, so `env` sets the outer one again.
-    outer = [f"PATH={os.environ['PATH']}", f"VIRTUAL_ENV={os.environ.get('VIRTUAL_ENV', '')}"]
-    python = os.path.join(session.bin, "python")
-    session.run("env", *outer, python, "-m", "graft", *words, *session.posargs, external=True)
+    # Not session.run, which puts the session's own environment first on PATH, whatever PATH it is given.
+    session.log(" ".join(["python -m graft", *words, *session.posargs]))
+    done = subprocess.run([os.path.join(session.bin, "python"), "-m", "graft", *words, *session.posargs])
+    if done.returncode:
+        session.error(f"graft exited with {done.returncode}")
 
 
 @nox.session(reuse_venv=True)
