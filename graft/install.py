@@ -153,9 +153,11 @@ def prove(place: Place, folder: Path) -> None:
         raise GraftError(f"{line['file']} would not come from the copy: {line['cause']}", mend)
     if not same_place(found["folder"], folder / copies.NAME):
         raise GraftError(f"An older shadow in {found['folder']} comes first", "Remove it by hand")
-    said = [line for line in found["said"].splitlines() if line not in _noise(place.environment)]
-    if said:
-        raise GraftError(f"The interpreter no longer starts silently: {' '.join(said)}", mend)
+    if found["said"]:
+        noise = _noise(place.environment)
+        said = [line for line in found["said"].splitlines() if line not in noise]
+        if said:
+            raise GraftError(f"The interpreter no longer starts silently: {' '.join(said)}", mend)
 
 
 def install(plan: copies.Plan, place: Place, *, inside: bool, progress: Progress) -> Path:
