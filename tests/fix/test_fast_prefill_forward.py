@@ -53,7 +53,7 @@ def gemma(model):
     ).expand(-1, -1, PER_LAYER)
     made.project_per_layer_inputs = lambda embeds, inputs: inputs
     made.last_kv_layer_splits = False
-    made.fast_prefill_with_context = True
+    made.fast_prefill_context_slots = 0
     return made
 
 
@@ -210,7 +210,8 @@ def test_a_prompt_with_context_takes_the_fast_path(model, gemma):
 @pytest.mark.parametrize(
     "case, changes, reason",
     [
-        ("not asked for", {}, "earlier tokens are in the KV cache already"),
+        ("small cache", {}, "one may be preempted"),
+        ("never", {}, "forbids it"),
         ("no mask", dict(attn_bias=None), "no masks for the context"),
         ("no window mask", dict(window_attn_bias=None), "no masks for the context"),
     ],
@@ -218,7 +219,7 @@ def test_a_prompt_with_context_takes_the_fast_path(model, gemma):
 def test_a_prompt_with_context_falls_back_where_its_rows_are_not_known_to_be_enough(
     model, gemma, case, changes, reason
 ):
-    gemma.fast_prefill_with_context = case != "not asked for"
+    gemma.fast_prefill_context_slots = {"small cache": 2, "never": None}.get(case, 1)  # the cache has one
     run(model, gemma, [5], S, **{**MASKED, **changes})
     assert gemma.layers[4].calls[0][1].shape[0] == S
     assert reason in model.log[0]
@@ -267,7 +268,9 @@ def server(model):
         kv_transfer_config=None,
         lora_config=None,
         parallel_config=types.SimpleNamespace(pipeline_parallel_size=1),
-        model_config=types.SimpleNamespace(runner_type="generate"),
+        model_config=types.SimpleNamespace(runner_type="generate", max_model_len=300),
+        scheduler_config=types.SimpleNamespace(max_num_seqs=2),
+        cache_config=types.SimpleNamespace(block_size=128),
     )
     return model.config
 
@@ -338,11 +341,16 @@ def test_the_buffers_for_cuda_graphs_are_freed(model, gemma, server):
     assert gemma.positions is gemma.hidden_states is gemma.per_layer_inputs is None
 
 
+# Two requests of 300 tokens in blocks of 128: three blocks each and one ahead; two blocks are nobody's.
+ENOUGH = (2 * 4 + 2) * 128
+
+
 @pytest.mark.parametrize(
-    "asked, connector, taken", [(None, None, False), ("0", None, False), ("1", None, True), ("1", 1, False)]
+    "asked, connector, slots",
+    [(None, None, ENOUGH), ("0", None, None), ("1", None, 0), (None, 1, None), ("1", 1, None)],
 )
-def test_prompts_with_context_take_the_fast_path_on_request_and_without_a_kv_connector(
-    model, gemma, server, monkeypatch, asked, connector, taken
+def test_prompts_with_context_take_the_fast_path_where_nothing_is_preempted_or_on_request(
+    model, gemma, server, monkeypatch, asked, connector, slots
 ):
     monkeypatch.delenv("VLLM_FAST_PREFILL_WITH_CONTEXT", raising=False)
     if asked is not None:
@@ -350,7 +358,13 @@ def test_prompts_with_context_take_the_fast_path_on_request_and_without_a_kv_con
     server.kv_transfer_config = connector
     start(model, gemma)
     assert gemma.fast_prefill_enabled
-    assert gemma.fast_prefill_with_context == taken
+    assert gemma.fast_prefill_context_slots == slots
+
+
+def test_refuses_another_word_for_prompts_with_context(model, gemma, server, monkeypatch):
+    monkeypatch.setenv("VLLM_FAST_PREFILL_WITH_CONTEXT", "yes")
+    with pytest.raises(ValueError, match="VLLM_FAST_PREFILL_WITH_CONTEXT is 'yes': set it to 1 or 0"):
+        start(model, gemma)
 
 
 # The last layer with a KV cache of its own.

@@ -55,10 +55,11 @@ def test_decode_steps_run_every_layer(pair):
     assert forwards == [[4] * 35]
 
 
-@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("room", [False, True])
 @pytest.mark.parametrize("first, second", [(WINDOW, 40), (200, 1), (200, 190), (3 * WINDOW, 130)])
-def test_prompts_with_context_take_the_fast_path_when_asked_to_and_agree(pair, monkeypatch, first, second, asked):
-    monkeypatch.setattr(pair.on.model.model.language_model.model, "fast_prefill_with_context", asked)
+def test_prompts_with_context_take_the_fast_path_where_there_is_room_and_agree(pair, monkeypatch, first, second, room):
+    slots = next(iter(pair.off.caches.values()))[0].shape[0] + (not room)
+    monkeypatch.setattr(pair.on.model.model.language_model.model, "fast_prefill_context_slots", slots)
     (prompt,) = pair.prompts(first + second)
     logits, rows = {}, {}
     for name, runner in (("off", pair.off), ("on", pair.on)):
@@ -69,7 +70,7 @@ def test_prompts_with_context_take_the_fast_path_when_asked_to_and_agree(pair, m
         runner.release(request)
     padded = rows["off"][0]
     assert rows["off"] == [padded] * LAYERS
-    fast = LAYERS - FIRST_ON_ROWS if asked else 0
+    fast = LAYERS - FIRST_ON_ROWS if room else 0
     assert rows["on"] == [padded] * (LAYERS - fast) + [1] * fast
     torch.testing.assert_close(logits["on"], logits["off"], atol=5e-4, rtol=0)
     expected = reference_logits(pair.reference, prompt)[-1:]
@@ -78,7 +79,7 @@ def test_prompts_with_context_take_the_fast_path_when_asked_to_and_agree(pair, m
 
 @pytest.mark.parametrize("with_context", [False, True])
 def test_the_cache_after_a_prompt_is_the_same_to_the_bit(fresh, monkeypatch, with_context):
-    monkeypatch.setattr(fresh.on.model.model.language_model.model, "fast_prefill_with_context", with_context)
+    monkeypatch.setattr(fresh.on.model.model.language_model.model, "fast_prefill_context_slots", 0)
     for runner in (fresh.off, fresh.on):
         (first, *_), _ = runner.prefill(fresh.prompts(200, 127, 129, 300), rows=6)
         if with_context:
@@ -127,7 +128,7 @@ def test_each_reason_is_told_once_by_the_logger_that_vllm_sets_up(pair, monkeypa
     for _ in range(3):
         pair.on.extend(request, [1, 2, 3])
     (reason,) = [line for line in told if "ast prefill" in line]
-    assert "in the KV cache already" in reason
+    assert "earlier tokens are in the KV cache" in reason
 
 
 def test_only_models_with_kv_shared_layers_are_changed(pair_of):

@@ -9,8 +9,8 @@ every token. vLLM's own `fast_prefill_forward` needs per-layer GPU attention met
 build; this one needs only what that runner hands over anyway.
 Related: vllm#22628 (the flag), vllm#60445 (on by default for E2B and E4B on GPU), vllm#54917 (shared layers project
 queries only).
-Future: prompts with context take this path only with VLLM_FAST_PREFILL_WITH_CONTEXT=1, until a step tells how many of
-its tokens are sampled. Text-only checkpoints (Gemma4ForCausalLM) do not go through this class yet.
+Future: once a step tells how many of its tokens are sampled, every prompt with context can take this path, not only
+those of a server that never preempts. Text-only checkpoints (Gemma4ForCausalLM) do not go through this class yet.
 """
 
 import os
@@ -59,7 +59,7 @@ class HpuGemma4Model(UpstreamGemma4Model):
         attn_metadata = get_forward_context().attn_metadata
         first_shared = _first_kv_shared_layer(self.config)
         reason = _why_not_fast_prefill(attn_metadata, positions, self.layers[first_shared].self_attn.attn.kv_cache,
-                                       self.fast_prefill_with_context)
+                                       self.fast_prefill_context_slots)
         if reason is not None:
             if attn_metadata is not None and attn_metadata.is_prompt:
                 plugin_logger().info_once("Fast prefill: all layers run on all tokens of prompts where %s.", reason)
@@ -178,7 +178,7 @@ def _lora_mask_of(rows: torch.Tensor):
     LoraMask.setLoraMask(mask)
 
 
-def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, with_context: bool) -> str | None:
+def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, context_slots: int | None) -> str | None:
     """Why the KV-shared layers must run on every token of this batch; None if one row per prompt will do.
 
     Decided from Python values and shapes alone, so that it costs no synchronisation and is the same for all the
@@ -188,7 +188,7 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, with
         attn_metadata: the runner's metadata for all layers.
         positions: [B, S].
         kv_cache: what is bound to a KV-shared layer; a tuple once the runner has allocated the caches.
-        with_context: whether prompts with context may take the fast path.
+        context_slots: how many slots the cache must have for prompts with context; None if they never may.
     """
     if attn_metadata is None:
         return "there is no attention metadata"
@@ -203,8 +203,11 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, with
         return "the batch is not one padded row per prompt"
     if attn_metadata.block_list is None:
         return None
-    if not with_context:
-        return "earlier tokens are in the KV cache already (prefix-cache hits, later chunks of a long prompt)"
+    if context_slots is None:
+        return "earlier tokens are in the KV cache, and a KV connector or VLLM_FAST_PREFILL_WITH_CONTEXT=0 forbids it"
+    if kv_cache[0].shape[0] < context_slots:
+        return ("earlier tokens are in the KV cache (prefix-cache hits, later chunks), which is too small for "
+                "max_num_seqs requests of max_model_len tokens, so that one may be preempted")
     if positions.shape[0] != 1:
         return "several prompts with context share a batch"
     if attn_metadata.attn_bias is None or attn_metadata.window_attn_bias is None:
@@ -220,10 +223,7 @@ def _configure_fast_prefill(model: UpstreamGemma4Model, vllm_config: VllmConfig)
     """
     if not model.fast_prefill_enabled:
         return
-    # A request that was preempted and finds a part of itself in the prefix cache, or that a KV connector puts back,
-    # samples several tokens of a step that has context. The metadata does not tell such a step from others.
-    model.fast_prefill_with_context = (os.environ.get("VLLM_FAST_PREFILL_WITH_CONTEXT") == "1"
-                                       and vllm_config.kv_transfer_config is None)
+    model.fast_prefill_context_slots = _context_slots(vllm_config)
     reason = _why_fast_prefill_is_off(model, vllm_config)
     if reason is not None:
         model.fast_prefill_enabled = False
@@ -233,6 +233,30 @@ def _configure_fast_prefill(model: UpstreamGemma4Model, vllm_config: VllmConfig)
                          "cache on HPU. Drop the flag, or drop --kv-cache-dtype fp8_inc.")
     else:
         _prepare_fast_prefill(model, vllm_config)
+
+
+def _context_slots(vllm_config: VllmConfig) -> int | None:
+    """How many slots the KV cache must have for prompts with context to take the fast path; None if they never may.
+
+    A request that was preempted and finds a part of itself in the prefix cache, or that a KV connector puts back,
+    samples several tokens of a step that has context, and the metadata does not tell such a step from others. In a
+    cache with room for max_num_seqs requests of max_model_len tokens nothing is preempted.
+
+    Raises:
+        ValueError: VLLM_FAST_PREFILL_WITH_CONTEXT is neither 0 nor 1.
+    """
+    asked = os.environ.get("VLLM_FAST_PREFILL_WITH_CONTEXT")
+    if asked not in (None, "0", "1"):
+        raise ValueError(f"VLLM_FAST_PREFILL_WITH_CONTEXT is {asked!r}: set it to 1 or 0, or leave it out.")
+    if asked == "0" or vllm_config.kv_transfer_config is not None:
+        return None
+    if asked == "1":
+        return 0
+    block_size = vllm_config.cache_config.block_size
+    # A block more for each request, for tokens that are scheduled ahead; and two that are nobody's, vLLM's null block
+    # and the plugin's block for padding.
+    blocks_per_request = -(-vllm_config.model_config.max_model_len // block_size) + 1
+    return (vllm_config.scheduler_config.max_num_seqs * blocks_per_request + 2) * block_size
 
 
 def _prepare_fast_prefill(model: UpstreamGemma4Model, vllm_config: VllmConfig) -> None:
