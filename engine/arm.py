@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.cases import BY_NAME
-from engine.kinds import DECODE
+from engine.kinds import DECODE, TOKENS
 
 SETTINGS = dict(
     dtype="float32",
@@ -49,7 +49,7 @@ class Engine:
         self.answers: list[list[int]] = []
         self.llm = LLM(self.model, kv_sharing_fast_prefill=flag, **settings)
 
-    def greedy(self, prompts, max_tokens=8, images=None, adapters=None, **sampling):
+    def greedy(self, prompts, images=None, adapters=None, **sampling):
         """Serve `prompts` (token ids) in one batch of requests."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -61,7 +61,7 @@ class Engine:
         if adapters:
             adapter = LoRARequest("adapter", 1, f"{self.model}/lora")
             lora = [adapter if wanted else None for wanted in adapters]
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, **sampling)
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, **sampling)
         outputs = self.llm.generate(requests, params, use_tqdm=False, lora_request=lora)
         self.answers += [list(output.outputs[0].token_ids) for output in outputs]
 

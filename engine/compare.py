@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.cases import Case
-from engine.kinds import ALL, FAST
+from engine.kinds import ALL, FAST, TOKENS
 
 
 @dataclass
@@ -67,6 +67,7 @@ def judge(case: Case, first: Run, second: Run) -> Verdict:
 
     verdict.paths = _paths(second.forwards)
     verdict.problems += _wrong_paths(case, first, second)
+    verdict.problems += _wrong_lengths(case, second)
     verdict.tokens = sum(map(len, second.result["answers"]))
     if first.result["answers"] != second.result["answers"]:
         verdict.problems.append(_first_token(first.result["answers"], second.result["answers"]))
@@ -115,6 +116,16 @@ def _wrong_paths(case: Case, first: Run, second: Run) -> list[str]:
         if set(taken) != {wanted}:
             problems.append(f"{kind} forwards took {', '.join(taken)}, not {wanted}")
     return problems
+
+
+def _wrong_lengths(case: Case, run: Run) -> list[str]:
+    """A few equal tokens say little: every answer must be as long as promised, and there must be one."""
+    answers = run.result["answers"]
+    if not answers:
+        return ["nothing was answered"]
+    if case.short:
+        return []
+    return [f"answer {n} has {len(a)} tokens, not {TOKENS}" for n, a in enumerate(answers) if len(a) != TOKENS][:1]
 
 
 def _schedule(run: Run) -> list[tuple]:

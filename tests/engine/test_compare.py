@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.cases import BY_NAME
+from engine.cases import BY_NAME, CASES
 from engine.compare import Run, judge, path_of
+from engine.kinds import TOKENS
 
 CASE = BY_NAME["answer"]
 LAYERS = 5
@@ -30,7 +31,7 @@ def forward(kind, batch, length, shared_rows):
 
 def a_run(prompt_rows):
     result = {
-        "answers": [[7, 8]],
+        "answers": [[7] * (TOKENS - 1) + [8]],
         "forwards": [forward("prompt", 1, 128, prompt_rows), forward("decode", 1, 1, 1)],
         "caches": ["a", "b"],
         "error": None,
@@ -59,12 +60,29 @@ def test_equal_runs_hold_and_say_which_path_they_took(first, second):
     verdict = judge(CASE, first, second)
     assert verdict.holds
     assert verdict.paths == {"prompt": {"fast": 1}, "decode": {"all": 1}}
-    assert (verdict.tokens, verdict.sampled, verdict.difference) == (2, 2, 0.0)
+    assert (verdict.tokens, verdict.sampled, verdict.difference) == (TOKENS, 2, 0.0)
 
 
 def test_names_the_first_token_that_differs(first, second):
-    second.result["answers"] = [[7, 9]]
-    assert problem(first, second) == "answer 0 differs at token 1: 8 without, 9 with the flag"
+    second.result["answers"][0][-1] = 9
+    assert problem(first, second) == f"answer 0 differs at token {TOKENS - 1}: 8 without, 9 with the flag"
+
+
+def test_a_shorter_answer_than_promised_is_a_problem_unless_the_case_says_why(first, second):
+    first.result["answers"] = second.result["answers"] = [[7] * TOKENS, [7] * 40]
+    assert problem(first, second) == f"answer 1 has 40 tokens, not {TOKENS}"
+    assert judge(replace(CASE, short="a reason"), first, second).holds
+
+
+def test_an_answer_is_needed_whatever_its_length(first, second):
+    first.result["answers"] = second.result["answers"] = []
+    assert problem(first, second) == "nothing was answered"
+    assert problem(first, second, replace(CASE, short="a reason")) == "nothing was answered"
+
+
+def test_every_case_that_answers_with_tokens_promises_64_of_them():
+    assert TOKENS == 64
+    assert [case.name for case in CASES if case.short] == ["pooling"]
 
 
 def test_a_logit_beyond_the_tolerance_is_a_difference(first, second):
