@@ -39,6 +39,8 @@ RELIED_ON: Mapping[str, Relied] = {
                 "get_per_layer_inputs": (),
                 "project_per_layer_inputs": (),
                 **_attributes("fast_prefill_enabled layers config positions hidden_states per_layer_inputs"),
+                **_attributes("per_layer_model_projection per_layer_projection_scale per_layer_projection_norm"),
+                **_attributes("per_layer_input_scale"),
             },
         ),
         (

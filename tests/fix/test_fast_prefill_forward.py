@@ -54,6 +54,7 @@ def gemma(model):
     made.project_per_layer_inputs = lambda embeds, inputs: inputs
     made.last_kv_layer_splits = False
     made.fast_prefill_context_slots = 0
+    made.per_layer_inputs_split = False
     return made
 
 
@@ -361,9 +362,10 @@ def test_prompts_with_context_take_the_fast_path_where_nothing_is_preempted_or_o
     assert gemma.fast_prefill_context_slots == slots
 
 
-def test_refuses_another_word_for_prompts_with_context(model, gemma, server, monkeypatch):
-    monkeypatch.setenv("VLLM_FAST_PREFILL_WITH_CONTEXT", "yes")
-    with pytest.raises(ValueError, match="VLLM_FAST_PREFILL_WITH_CONTEXT is 'yes': set it to 1 or 0"):
+@pytest.mark.parametrize("name", ["VLLM_FAST_PREFILL_WITH_CONTEXT", "VLLM_FAST_PREFILL_SPLIT_PER_LAYER_INPUTS"])
+def test_refuses_another_word_in_a_variable(model, gemma, server, monkeypatch, name):
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(ValueError, match=f"{name} is 'yes': set it to 1 or 0"):
         start(model, gemma)
 
 
@@ -457,6 +459,78 @@ def test_a_split_layer_gets_the_rows_and_hands_them_on(model, gemma):
     expected = torch.arange(4 * S).float() * 100 + (LAYERS - SHARED - 1)
     expected[ROWS] += SHARED + 1
     assert out[:, 0].tolist() == expected.tolist()
+
+
+# Per-layer inputs: of all layers where only the last tokens run on the rest.
+
+
+@pytest.fixture
+def projecting(gemma):
+    """Projects as Gemma 4 does: a product, a scale, a norm, the embeddings, another scale."""
+    torch.manual_seed(0)
+    gemma.per_layer_model_projection = types.SimpleNamespace(weight=torch.rand(LAYERS * PER_LAYER, HIDDEN))
+    gemma.per_layer_projection_scale, gemma.per_layer_input_scale = 0.5, 0.25
+    gemma.per_layer_projection_norm = lambda states: states / (1 + states.amax(-1, keepdim=True))
+
+    def project(embeds, inputs):
+        gemma.projected.append(embeds.shape[0])
+        product = (embeds @ gemma.per_layer_model_projection.weight.T).view(-1, LAYERS, PER_LAYER) * 0.5
+        return (gemma.per_layer_projection_norm(product) + inputs) * 0.25
+
+    gemma.projected, gemma.project_per_layer_inputs = [], project
+    return gemma
+
+
+def inputs_of_layers(gemma):
+    return [layer.calls[-1][2] for layer in gemma.layers]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_split_per_layer_inputs_are_those_of_the_whole_projection(model, projecting, splits):
+    projecting.last_kv_layer_splits = splits
+    for layer in projecting.layers:
+        layer.__class__ = type("Rows", (Layer,), {"__call__": rows_only})
+    run(model, projecting)
+    whole = inputs_of_layers(projecting)
+    assert projecting.projected == [4 * S]
+    projecting.per_layer_inputs_split = True
+    run(model, projecting)
+    assert projecting.projected == [4 * S, 4]
+    torch.testing.assert_close(inputs_of_layers(projecting), whole)
+
+
+def rows_only(layer, positions, hidden_states, per_layer_input, last_token_rows=None):
+    out = Layer.__call__(layer, positions, hidden_states, per_layer_input)
+    return out if last_token_rows is None else out.index_select(0, last_token_rows)
+
+
+@pytest.mark.parametrize("why", ["of another dtype", "spread over ranks"])
+def test_a_weight_that_is_no_plain_matrix_is_not_cut(model, projecting, why):
+    projecting.per_layer_inputs_split = True
+    weight = torch.rand(LAYERS * PER_LAYER, HIDDEN)
+    other = weight.to(torch.float8_e4m3fn) if why == "of another dtype" else weight[: LAYERS * PER_LAYER // 2]
+    projecting.project_per_layer_inputs = lambda embeds, inputs: inputs
+    projecting.per_layer_model_projection.weight = other
+    run(model, projecting)
+    assert [inputs.shape[0] for inputs in inputs_of_layers(projecting)] == [4 * S] * 3 + [4] * 2
+
+
+def test_a_fall_back_projects_everything_once(model, projecting):
+    projecting.per_layer_inputs_split = True
+    run(model, projecting, block_list=torch.zeros(1))
+    assert projecting.projected == [4 * S]
+
+
+@pytest.mark.parametrize(
+    "asked, lora, splits", [(None, None, False), ("0", None, False), ("1", None, True), ("1", 1, False)]
+)
+def test_per_layer_inputs_split_on_request_and_without_lora(model, gemma, server, monkeypatch, asked, lora, splits):
+    monkeypatch.delenv("VLLM_FAST_PREFILL_SPLIT_PER_LAYER_INPUTS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("VLLM_FAST_PREFILL_SPLIT_PER_LAYER_INPUTS", asked)
+    server.lora_config = lora
+    start(model, gemma)
+    assert gemma.per_layer_inputs_split == splits
 
 
 # LoRA masks.

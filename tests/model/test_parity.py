@@ -71,6 +71,13 @@ def test_text_only_batches_of_a_model_with_a_vision_tower(pair_of):
         pair.assert_parity(pair.prompts(*lengths), rows=3)
 
 
+def test_per_layer_inputs_projected_for_the_last_tokens_only(pair, pair_of, monkeypatch):
+    for tried in (pair, pair_of(vision=True)):
+        monkeypatch.setattr(tried.on.model.model.language_model.model, "per_layer_inputs_split", True)
+        for lengths in ((1, 150, 300), (130,)):
+            tried.assert_parity(tried.prompts(*lengths), embeds=tried is not pair)
+
+
 def test_local_keys_and_values_are_never_used(pair, monkeypatch):
     """vLLM 0.26 hands a KV-shared layer keys and values that no one may use; here they are NaN."""
     from vllm_gaudi.ops import hpu_attention

@@ -55,7 +55,6 @@ class HpuGemma4Model(UpstreamGemma4Model):
         if inputs_embeds is None:
             inputs_embeds = self.embed_input_ids(input_ids)
             per_layer_inputs = self.get_per_layer_inputs(input_ids)
-        per_layer_inputs = self.project_per_layer_inputs(inputs_embeds, per_layer_inputs)
         attn_metadata = get_forward_context().attn_metadata
         first_shared = _first_kv_shared_layer(self.config)
         reason = _why_not_fast_prefill(attn_metadata, positions, self.layers[first_shared].self_attn.attn.kv_cache,
@@ -63,14 +62,16 @@ class HpuGemma4Model(UpstreamGemma4Model):
         if reason is not None:
             if attn_metadata is not None and attn_metadata.is_prompt:
                 plugin_logger().info_once("Fast prefill: all layers run on all tokens of prompts where %s.", reason)
+            per_layer_inputs = self.project_per_layer_inputs(inputs_embeds, per_layer_inputs)
             return _hpu_run_decoder_layers(self.layers, 0, positions, inputs_embeds, per_layer_inputs, **kwargs)
 
         first_on_rows = first_shared - 1 if self.last_kv_layer_splits else first_shared
+        rows = _last_token_rows(attn_metadata.seq_lens_tensor, positions.shape[1])
+        per_layer_inputs, row_inputs = self._split_per_layer_inputs(inputs_embeds, per_layer_inputs, first_on_rows,
+                                                                    rows)
         hidden_states = _hpu_run_decoder_layers(islice(self.layers, first_on_rows), 0, positions, inputs_embeds,
                                                 per_layer_inputs, **kwargs)
 
-        rows = _last_token_rows(attn_metadata.seq_lens_tensor, positions.shape[1])
-        row_inputs = per_layer_inputs.index_select(0, rows) if per_layer_inputs is not None else None
         if self.last_kv_layer_splits:
             row_states = _hpu_run_decoder_layers([self.layers[first_on_rows]],
                                                  first_on_rows,
@@ -87,6 +88,42 @@ class HpuGemma4Model(UpstreamGemma4Model):
             row_states = _hpu_run_decoder_layers(shared_layers, first_shared, row_positions, row_states, row_inputs,
                                                  **kwargs)
         return hidden_states.index_copy(0, rows, row_states)
+
+    def _split_per_layer_inputs(
+        self,
+        inputs_embeds: torch.Tensor,
+        per_layer_inputs: torch.Tensor | None,
+        first_on_rows: int,
+        rows: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The per-layer inputs of all tokens, for the layers before first_on_rows, and of the last tokens.
+
+        Args:
+            inputs_embeds: [B * S, D].
+            per_layer_inputs: [B * S, layers, P] embeddings, or None.
+            first_on_rows: the first layer that runs on the last tokens only.
+            rows: [B] int64, of the last tokens.
+        Returns:
+            [B * S, layers or first_on_rows, P] and [B, layers, P], or None twice for a model without them.
+        """
+        if not self._can_split_per_layer_inputs(inputs_embeds, per_layer_inputs):
+            per_layer_inputs = self.project_per_layer_inputs(inputs_embeds, per_layer_inputs)
+            return per_layer_inputs, per_layer_inputs.index_select(0, rows) if per_layer_inputs is not None else None
+        row_inputs = self.project_per_layer_inputs(inputs_embeds.index_select(0, rows),
+                                                   per_layer_inputs.index_select(0, rows))
+        first_inputs = per_layer_inputs[:, :first_on_rows]
+        weight = self.per_layer_model_projection.weight[:first_inputs[0].numel()]
+        projected = nn.functional.linear(inputs_embeds, weight).view(first_inputs.shape)
+        projected = self.per_layer_projection_norm(projected * self.per_layer_projection_scale)
+        return (projected + first_inputs) * self.per_layer_input_scale, row_inputs
+
+    def _can_split_per_layer_inputs(self, inputs_embeds: torch.Tensor, per_layer_inputs: torch.Tensor | None) -> bool:
+        """Whether that is asked for, and the projection is a plain matrix: neither quantised nor spread over ranks."""
+        if not self.per_layer_inputs_split or per_layer_inputs is None:
+            return False
+        weight = self.per_layer_model_projection.weight
+        return (weight.dtype == inputs_embeds.dtype
+                and weight.shape == (per_layer_inputs[0].numel(), inputs_embeds.shape[1]))
 
 
 @added
@@ -241,13 +278,8 @@ def _context_slots(vllm_config: VllmConfig) -> int | None:
     A request that was preempted and finds a part of itself in the prefix cache, or that a KV connector puts back,
     samples several tokens of a step that has context, and the metadata does not tell such a step from others. In a
     cache with room for max_num_seqs requests of max_model_len tokens nothing is preempted.
-
-    Raises:
-        ValueError: VLLM_FAST_PREFILL_WITH_CONTEXT is neither 0 nor 1.
     """
-    asked = os.environ.get("VLLM_FAST_PREFILL_WITH_CONTEXT")
-    if asked not in (None, "0", "1"):
-        raise ValueError(f"VLLM_FAST_PREFILL_WITH_CONTEXT is {asked!r}: set it to 1 or 0, or leave it out.")
+    asked = _environment_switch("VLLM_FAST_PREFILL_WITH_CONTEXT")
     if asked == "0" or vllm_config.kv_transfer_config is not None:
         return None
     if asked == "1":
@@ -259,14 +291,30 @@ def _context_slots(vllm_config: VllmConfig) -> int | None:
     return (vllm_config.scheduler_config.max_num_seqs * blocks_per_request + 2) * block_size
 
 
+def _environment_switch(name: str) -> str | None:
+    """What an environment variable of ours says, "0" or "1"; None if it is not set.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    value = os.environ.get(name)
+    if value not in (None, "0", "1"):
+        raise ValueError(f"{name} is {value!r}: set it to 1 or 0, or leave it out.")
+    return value
+
+
 def _prepare_fast_prefill(model: UpstreamGemma4Model, vllm_config: VllmConfig) -> None:
-    """Let the last layer with a KV cache of its own split; free what vLLM keeps for CUDA graphs."""
+    """Settle what splits between all tokens and the last ones; free what vLLM keeps for CUDA graphs."""
     layer = model.layers[_first_kv_shared_layer(model.config) - 1]
     # What is set for all tokens, a rotary embedding's cos and sin or a LoRA mask, cannot serve the last rows too.
     model.last_kv_layer_splits = (vllm_config.lora_config is None
                                   and not hasattr(layer.self_attn.rotary_emb, "prepare_cos_sin"))
     if model.last_kv_layer_splits:
         layer.__class__ = HpuGemma4LastKVDecoderLayer
+    # Off unless asked for: a product with a part of a weight may round otherwise than one with the whole, and then the
+    # prompt's K/V are not those without the flag to the last bit.
+    model.per_layer_inputs_split = (_environment_switch("VLLM_FAST_PREFILL_SPLIT_PER_LAYER_INPUTS") == "1"
+                                    and vllm_config.lora_config is None)
     model.positions = model.hidden_states = model.per_layer_inputs = None
 
 
