@@ -51,6 +51,14 @@ class Engine:
 
     def greedy(self, prompts, images=None, adapters=None, **sampling):
         """Serve `prompts` (token ids) in one batch of requests."""
+        self.sample(prompts, images, adapters, temperature=0, **sampling)
+
+    def sample(self, prompts, images=None, adapters=None, seeds=(), **sampling):
+        """Serve `prompts` with these SamplingParams, each with a seed of its own where there are `seeds`.
+
+        Where logprobs are asked for, an answer of the likeliest tokens, one of the second likeliest
+        and so on follow each answer.
+        """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -61,9 +69,14 @@ class Engine:
         if adapters:
             adapter = LoRARequest("adapter", 1, f"{self.model}/lora")
             lora = [adapter if wanted else None for wanted in adapters]
-        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, **sampling)
-        outputs = self.llm.generate(requests, params, use_tqdm=False, lora_request=lora)
-        self.answers += [list(output.outputs[0].token_ids) for output in outputs]
+        fixed = dict(max_tokens=TOKENS, ignore_eos=True, detokenize=False, **sampling)
+        params = [SamplingParams(seed=seed, **fixed) for seed in seeds or [None] * len(prompts)]
+        for output in self.llm.generate(requests, params, use_tqdm=False, lora_request=lora):
+            answer = output.outputs[0]
+            self.answers.append(list(answer.token_ids))
+            for rank in range(1, 1 + (sampling.get("logprobs") or 0)):
+                ranked = [{one.rank: token for token, one in place.items()} for place in answer.logprobs]
+                self.answers.append([tokens[rank] for tokens in ranked])
 
     def prompt_forwards(self):
         """How many forwards over prompts there have been so far."""

@@ -10,8 +10,8 @@ from engine.words import SPECIAL_TOKENS, prompt
 WINDOW = 128
 
 FIRST_PROMPTS = {PROMPT: FAST, DECODE: ALL}
-WITH_CONTEXT = {PROMPT: FAST, CONTEXT: ALL, DECODE: ALL}
-CONTEXT_TOO = {PROMPT: FAST, CONTEXT: FAST, DECODE: ALL}
+WITH_CONTEXT = {PROMPT: FAST, CONTEXT: FAST, DECODE: ALL}
+NOT_CONTEXT = {PROMPT: FAST, CONTEXT: ALL, DECODE: ALL}
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class Case:
     """`work` is served by two engines that differ in plugin and flag; the results must be equal.
 
     `paths` names each kind of forward that must occur in the second run, and the rows its KV-shared
-    layers must see. Every answer has TOKENS tokens, unless `short` says why not. `stock_fault` is what the first run is known to fail with: then the second may
-    fail likewise. `refusal` is what the second must fail with.
+    layers must see. Every answer has TOKENS tokens, unless `short` says why not. `stock_fault` is
+    what the first run is known to fail with: then the second may fail likewise. `refusal` is what
+    the second must fail with.
     """
 
     name: str
@@ -95,6 +96,37 @@ def a_busy_server(engine):
     engine.greedy([prompt(n) for n in (30, 90, 120, 128, 900)])
     engine.greedy([start + prompt(n, seed=n)[1:] for n in (2, 60, 500)] + [prompt(20, seed=1)])
     engine.greedy([start + prompt(60, seed=60)[1:], prompt(300, seed=2)])
+
+
+def a_hit_among_others(engine):
+    """One step starts four prompts, of which the second finds its first blocks cached and the others nothing."""
+    start = prompt(2 * WINDOW)
+    engine.greedy([start])
+    before = len(engine.collect()[0])
+    prompts = [prompt(90, seed=1), start + prompt(60, seed=2)[1:], prompt(100, seed=3), prompt(300, seed=4)]
+    engine.greedy(prompts)
+    step = engine.collect()[0][before:]
+    kinds = [forward["kind"] for forward in step]
+    started = step[: kinds.index(DECODE)]
+    if sum(forward["filled"] for forward in started) != len(prompts) or kinds.count(CONTEXT) != 1:
+        raise RuntimeError("the prompts did not share a step, or not one was a hit: this case shows nothing")
+
+
+def sampled_with_logprobs(engine):
+    """Random draws from seeds of their own, then greedy ones; three logprobs of each."""
+    lengths = (77, WINDOW, 300)
+    engine.sample([prompt(n) for n in lengths], seeds=(5, 6, 7), temperature=0.8, logprobs=3)
+    engine.sample([prompt(n) for n in lengths], temperature=0, logprobs=3)
+    drawn, best = engine.answers[0], engine.answers[4 * len(lengths)]
+    if drawn == best:
+        raise RuntimeError("nothing but the likeliest tokens was drawn: this case shows nothing")
+
+
+def thousands_of_tokens(engine):
+    """16 windows and more, then as many of which the first half is cached."""
+    first = prompt(2 * 1050)
+    engine.greedy([first])
+    engine.greedy([first[:1050] + prompt(1050, seed=1)[1:]])
 
 
 def another_scale(engine):
@@ -170,7 +202,9 @@ def prompt_logprobs(engine):
     engine.greedy([prompt(40)], prompt_logprobs=3)
 
 
-ASKED = {"VLLM_FAST_PREFILL_WITH_CONTEXT": "1"}
+# Blocks in which four requests of 1,024 tokens and a block more each leave one over, vLLM's null block. The plugin adds
+# one for padding.
+ROOMY = 4 * (1024 // 128 + 1) + 1
 CAP_8 = {"VLLM_PROMPT_BS_BUCKET_MAX": "8"}
 WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 4096}
 CHUNKS = {"max_num_batched_tokens": 128}
@@ -232,26 +266,40 @@ CASES = (
         "preemption-hit",
         "preempted and resumed with a prefix-cache hit: several tokens of one prompt step are sampled",
         preempted_with_a_hit,
-        WITH_CONTEXT,
+        NOT_CONTEXT,
         settings={"num_gpu_blocks_override": 10, "max_model_len": 512, "enable_prefix_caching": True},
         quick=True,
     ),
     Case(
-        "prefix-asked",
-        "prefix-cache hits, with VLLM_FAST_PREFILL_WITH_CONTEXT=1",
+        "small-pool",
+        "prefix-cache hits where the KV cache is a block too small to rule preemption out",
         shared_prefixes,
-        CONTEXT_TOO,
-        settings={"enable_prefix_caching": True},
-        environ=ASKED,
+        NOT_CONTEXT,
+        settings={"enable_prefix_caching": True, "num_gpu_blocks_override": ROOMY - 1},
         quick=True,
     ),
     Case(
-        "chunks-asked",
-        "chunked prefill under async scheduling, with VLLM_FAST_PREFILL_WITH_CONTEXT=1",
+        "small-pool-asked",
+        "the same with VLLM_FAST_PREFILL_WITH_CONTEXT=1",
+        shared_prefixes,
+        WITH_CONTEXT,
+        settings={"enable_prefix_caching": True, "num_gpu_blocks_override": ROOMY - 1},
+        environ={"VLLM_FAST_PREFILL_WITH_CONTEXT": "1"},
+    ),
+    Case(
+        "roomy-pool",
+        "the same in a KV cache of a block more",
+        shared_prefixes,
+        WITH_CONTEXT,
+        settings={"enable_prefix_caching": True, "num_gpu_blocks_override": ROOMY},
+    ),
+    Case(
+        "chunks-forbidden",
+        "chunked prefill in a large KV cache, with VLLM_FAST_PREFILL_WITH_CONTEXT=0",
         chunked_prompts,
-        CONTEXT_TOO,
-        settings={**CHUNKS, "async_scheduling": True},
-        environ=ASKED,
+        NOT_CONTEXT,
+        settings=CHUNKS,
+        environ={"VLLM_FAST_PREFILL_WITH_CONTEXT": "0"},
     ),
     Case(
         "async",
@@ -269,6 +317,7 @@ CASES = (
             "enable_prefix_caching": True,
             "async_scheduling": True,
             "max_num_seqs": 8,
+            "num_gpu_blocks_override": 80,
         },
         environ={"VLLM_PROMPT_BS_BUCKET_MAX": "4"},
         quick=True,
@@ -388,6 +437,29 @@ CASES = (
         {},
         settings={"runner": "pooling", "convert": "embed"},
         short="an embedding is no answer",
+    ),
+    Case(
+        "hit-and-miss",
+        "a prompt with a prefix-cache hit and three without start in one step, with batch cap 4",
+        a_hit_among_others,
+        WITH_CONTEXT,
+        settings={"enable_prefix_caching": True, "max_num_batched_tokens": 2048},
+        environ={"VLLM_PROMPT_BS_BUCKET_MAX": "4"},
+        quick=True,
+    ),
+    Case("sampled", "tokens drawn at temperature 0.8 from seeds, logprobs of all", sampled_with_logprobs),
+    Case(
+        "long",
+        "prompts of 2,100 tokens, without context and with half of it cached",
+        thousands_of_tokens,
+        WITH_CONTEXT,
+        settings={
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 2,
+            "num_gpu_blocks_override": 80,
+            "enable_prefix_caching": True,
+        },
     ),
     Case("scale", "another attention scale than Gemma 4's, set in both runs", another_scale),
     Case(

@@ -142,6 +142,13 @@ class _Stream:
         return True
 
 
+class _Generator(torch.Generator):
+    """A random generator of the host: no function call that the mode would see makes one."""
+
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, to_cpu(device))
+
+
 def _mem_get_info(device=None):
     total = int(float(os.environ.get("HPU_ON_CPU_GIB", "1")) * 2**30)
     return total, total
@@ -178,6 +185,8 @@ def install():
     # `with torch.device("hpu")` enters its own mode, which sits above ours.
     enter_device = DeviceContext.__init__
     DeviceContext.__init__ = lambda self, device: enter_device(self, to_cpu(device))
+
+    torch.Generator = _Generator
 
     accelerator = torch.accelerator
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "set_device_index"):

@@ -46,6 +46,13 @@ assert made
 """)
 
 
+def test_a_generator_of_the_device_draws_what_its_seed_says():
+    runs("""
+draws = [torch.rand(3, generator=torch.Generator(device="hpu").manual_seed(seed)) for seed in (1, 1, 2)]
+assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+""")
+
+
 def test_index_minus_one_is_the_last_row_and_a_negative_class_no_class():
     runs("""
 rows = torch.arange(6.0).view(3, 2)
