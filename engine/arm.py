@@ -10,6 +10,7 @@ line: the exit status.
 import gc
 import json
 import os
+import socket
 import sys
 import time
 import traceback
@@ -46,6 +47,7 @@ class Engine:
         if case.text_only:
             settings["limit_mm_per_prompt"] = NO_MEDIA
         self.model = str(model)
+        self.replica = int(os.environ.get("VLLM_DP_RANK", 0))
         self.answers: list[list[int]] = []
         self.llm = LLM(self.model, kv_sharing_fast_prefill=flag, **settings)
 
@@ -136,14 +138,54 @@ def preload():
 def arm(job):
     """One arm, in the process it is given."""
     os.environ.update(job["environ"])
-    out = Path(job["out"])
-    log = os.open(out / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    case, out = BY_NAME[job["case"]], Path(job["out"])
+    os.chdir(out)
+    others = _fork_replicas(case.replicas)
+    log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.chdir(out)
-    result, logits = run(BY_NAME[job["case"]], job["model"], job["flag"])
-    np.savez(out / "logits.npz", *logits)
-    (out / "result.json").write_text(json.dumps(result))
+    result, logits = run(case, job["model"], job["flag"])
+    replica = int(os.environ.get("VLLM_DP_RANK", 0))
+    for other in others:
+        os.waitpid(other, 0)
+    np.savez(f"logits-{replica}.npz", *logits)
+    Path(f"result-{replica}.json").write_text(json.dumps(result))
+    if replica == 0:
+        _join(case.replicas)
+
+
+def _fork_replicas(count):
+    """The children that serve as replicas 1 and on of a data-parallel engine. Each returns from here as well."""
+    if count == 1:
+        return []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(VLLM_DP_SIZE=str(count), VLLM_DP_MASTER_IP="127.0.0.1", VLLM_DP_MASTER_PORT=str(port))
+    children = []
+    for replica in range(1, count):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(VLLM_DP_RANK=str(replica), VLLM_DP_RANK_LOCAL=str(replica))
+            return []
+        children.append(child)
+    return children
+
+
+def _join(count):
+    """Write result.json and logits.npz from what each replica wrote, one after the other."""
+    results = [json.loads(Path(f"result-{replica}.json").read_text()) for replica in range(count)]
+    joined = results[0]
+    for result in results[1:]:
+        for name in ("answers", "forwards", "caches"):
+            joined[name] += result[name]
+        joined["error"] = joined["error"] or result["error"]
+    rows = []
+    for replica in range(count):
+        with np.load(f"logits-{replica}.npz") as logits:
+            rows += [logits[name] for name in logits.files]
+    np.savez("logits.npz", *rows)
+    Path("result.json").write_text(json.dumps(joined))
 
 
 def main():

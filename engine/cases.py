@@ -43,6 +43,7 @@ class Case:
     settings: dict = field(default_factory=dict)  # of vllm.LLM, over engine.arm.SETTINGS
     environ: dict[str, str] = field(default_factory=dict)
     text_only: bool = True
+    replicas: int = 1  # processes, each with an engine of its own, of which vLLM makes a data-parallel one
     first: Arm = STOCK
     second: Arm = FIXED
     short: str = ""
@@ -129,6 +130,25 @@ def thousands_of_tokens(engine):
     engine.greedy([first[:1050] + prompt(1050, seed=1)[1:]])
 
 
+def unlike_replicas(engine):
+    """Each has at some time fewer prompts in a step than the other, shorter ones, and none at all."""
+    if engine.replica == 0:
+        engine.greedy([prompt(40)])
+        engine.greedy([prompt(n) for n in (10, 20, 30, 40, 150)])
+    else:
+        engine.greedy([prompt(n) for n in (50, 130, 300)])
+        engine.greedy([prompt(20)])
+    if engine.prompt_forwards() == len(engine.answers):
+        raise RuntimeError("there was no dummy prompt: this case shows nothing")
+
+
+def prefixes_from_a_connector(engine):
+    """Nothing is cached here, so what a prompt finds comes from the connector."""
+    start = prompt(2 * WINDOW + 40)
+    engine.greedy([start])
+    engine.greedy([start + prompt(n, seed=n)[1:] for n in (2, 200)])
+
+
 def another_scale(engine):
     """Gemma 4's attention scale is 1, which forgetting it would not show."""
     from engine.probe import set_attention_scale
@@ -148,6 +168,8 @@ def preempted_with_a_hit(engine):
     The runner then samples every token that it had answered with again, and the answer starts over, flag or not.
     """
     engine.greedy([prompt(length, seed) for length, seed in ((375, 11), (374, 12), (370, 13))])
+    if not any(forward["kind"] == CONTEXT and forward["sampled"] > 1 for forward in engine.collect()[0]):
+        raise RuntimeError("no prompt step sampled several tokens: this case shows nothing")
 
 
 def chunked_prompts(engine):
@@ -205,6 +227,14 @@ def prompt_logprobs(engine):
 # Blocks in which four requests of 1,024 tokens and a block more each leave one over, vLLM's null block. The plugin adds
 # one for padding.
 ROOMY = 4 * (1024 // 128 + 1) + 1
+ASKED = {"VLLM_FAST_PREFILL_WITH_CONTEXT": "1"}
+CONNECTOR = {
+    "kv_transfer_config": {
+        "kv_connector": "BlockStore",
+        "kv_connector_module_path": "engine.connector",
+        "kv_role": "kv_both",
+    }
+}
 CAP_8 = {"VLLM_PROMPT_BS_BUCKET_MAX": "8"}
 WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 4096}
 CHUNKS = {"max_num_batched_tokens": 128}
@@ -280,15 +310,15 @@ CASES = (
     ),
     Case(
         "small-pool-asked",
-        "the same with VLLM_FAST_PREFILL_WITH_CONTEXT=1",
+        "prefix-cache hits in that cache, with VLLM_FAST_PREFILL_WITH_CONTEXT=1",
         shared_prefixes,
         WITH_CONTEXT,
         settings={"enable_prefix_caching": True, "num_gpu_blocks_override": ROOMY - 1},
-        environ={"VLLM_FAST_PREFILL_WITH_CONTEXT": "1"},
+        environ=ASKED,
     ),
     Case(
         "roomy-pool",
-        "the same in a KV cache of a block more",
+        "prefix-cache hits in a KV cache of a block more: nothing can be preempted",
         shared_prefixes,
         WITH_CONTEXT,
         settings={"enable_prefix_caching": True, "num_gpu_blocks_override": ROOMY},
@@ -422,6 +452,29 @@ CASES = (
         a_short_batch,
         settings={"tensor_parallel_size": 2},
         tolerance=2e-4,
+    ),
+    Case(
+        "data-parallel",
+        "two replicas in lockstep: batches padded to the other's, dummy prompts; vLLM told that there are experts",
+        unlike_replicas,
+        settings={"distributed_executor_backend": "uni", "hf_overrides": {"text_config": {"num_experts": 2}}},
+        replicas=2,
+    ),
+    Case(
+        "connector",
+        "prefixes that come from a KV connector, with VLLM_FAST_PREFILL_WITH_CONTEXT=1 and room for all",
+        prefixes_from_a_connector,
+        NOT_CONTEXT,
+        settings=CONNECTOR,
+        environ=ASKED,
+    ),
+    Case(
+        "connector-preemption",
+        "preempted, and resumed with a prefix from a KV connector: several tokens of one prompt step are sampled",
+        preempted_with_a_hit,
+        NOT_CONTEXT,
+        settings={**CONNECTOR, "num_gpu_blocks_override": 10, "max_model_len": 512},
+        environ=ASKED,
     ),
     Case(
         "text-class",
