@@ -121,7 +121,7 @@ def definition(text: str, symbol: str) -> str | None:
     block: cst.Module | cst.IndentedBlock = source.module
     found = None
     for part in symbol.split("."):
-        found = _only(_definitions(block), part) if block else None
+        found = _only(_definitions(block, source), part) if block else None
         if found is None:
             return None
         block = found.body if isinstance(getattr(found, "body", None), cst.IndentedBlock) else None
@@ -177,14 +177,14 @@ def _apply(pristine: str, edits: Sequence[_Edit]) -> Merged:
     return Merged("".join([*parts, pristine[position:]]), tuple(insertions))
 
 
-def _definitions(block: cst.Module | cst.IndentedBlock) -> dict[str, list[cst.CSTNode]]:
-    """The functions, classes and assignments to one name that stand directly in a block."""
+def _definitions(block: cst.Module | cst.IndentedBlock, source: Source) -> dict[str, list[cst.CSTNode]]:
+    """The functions, classes, assignments to one name and lone calls that stand directly in a block."""
     found: dict[str, list[cst.CSTNode]] = {}
     for statement in block.body:
         if isinstance(statement, _DEFINITION):
             found.setdefault(statement.name.value, []).append(statement)
         elif isinstance(statement, cst.SimpleStatementLine):
-            name = overrides.assigned(statement)
+            name = overrides.assigned(statement) or overrides.called(source, statement)
             if name is not None:
                 found.setdefault(name, []).append(statement)
     return found
@@ -202,7 +202,7 @@ class _Survey:
         self.upstream = upstream
         self.override = override
         self.newline = upstream.newline
-        self.top = _definitions(upstream.module)
+        self.top = _definitions(upstream.module, upstream)
         self.bound = upstream.bound
         self.findings: list[Finding] = []
         self.edits: list[_Edit] = []
@@ -235,10 +235,12 @@ class _Survey:
     # What upstream has
 
     def _is_upstreams(self, piece: Piece) -> bool:
-        """Whether upstream has the very same assignment."""
+        """Whether upstream has the very same assignment or call."""
         line = _only(self.top, piece.name)
         if piece.is_block or not isinstance(line, cst.SimpleStatementLine):
             return False
+        if overrides.called(self.upstream, line) is not None:
+            return True  # found by its code
         code = [self.upstream.code(small) for small in line.body]
         return code == [self.upstream.code(small) for small in piece.node.body]
 
@@ -266,7 +268,7 @@ class _Survey:
             self._note("changed", extension.name, "has its body on the line of its name")
             return node
         self._note("ok", extension.name)
-        members = _definitions(node.body)
+        members = _definitions(node.body, self.upstream)
         bound = self.upstream.bound_in(node)
         new = []
         for piece in extension.members:
@@ -586,8 +588,8 @@ def _neighbour(
 ) -> cst.SimpleStatementLine | None:
     """The line a new import goes below: the last one of its kind, nearest to it in origin.
 
-    Imports of the same package come first, then those of its sort (standard library or not), then any; among them
-    the last one whose module sorts before the new one's, so that sorted imports stay sorted.
+    Imports of its kind and package come first, then those of its kind and sort (standard library or not), of its sort,
+    of its kind, any; among them the last one whose module sorts before the new one's: what is sorted stays sorted.
     """
 
     def package(found: Import) -> str:
@@ -599,7 +601,7 @@ def _neighbour(
     def nearness(found: Import) -> tuple[bool, ...]:
         same_kind = found.kind == statement.kind
         same_sort = is_standard(found) == is_standard(statement)
-        return (same_kind and package(found) == package(statement), same_kind and same_sort, same_kind)
+        return (same_kind and package(found) == package(statement), same_kind and same_sort, same_sort, same_kind)
 
     if not theirs:
         return None

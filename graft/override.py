@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads an override source, a partial module, into the pieces the merge puts into the upstream file."""
 
+import ast
 import dataclasses
 from dataclasses import dataclass
 from typing import NoReturn
@@ -40,7 +41,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Piece:
-    """A function, a method, an assignment or a whole class.
+    """A function, a method, an assignment, a whole class, or a call that stands alone (its name is its code).
 
     mark: "new", "before", "replace", or "declared" for one that only says that upstream has it.
     lines: what is inserted, without line ends. verbatim: the indices of those that begin inside a
@@ -61,7 +62,7 @@ class Piece:
 
     @property
     def is_block(self) -> bool:
-        """Whether it is a function or a class, no assignment."""
+        """Whether it is a function or a class, no assignment or call."""
         return not isinstance(self.node, cst.SimpleStatementLine)
 
 
@@ -125,6 +126,13 @@ def assigned(line: cst.SimpleStatementLine) -> str | None:
     return None
 
 
+def called(source: Source, line: cst.SimpleStatementLine) -> str | None:
+    """The code of a call that stands alone, however it is laid out; or None."""
+    if len(line.body) == 1 and m.matches(line.body[0], m.Expr(m.Call())):
+        return ast.unparse(ast.parse(source.code(line.body[0])))
+    return None
+
+
 class _Reader:
     def __init__(self, text: str, name: str) -> None:
         self.name = name
@@ -172,7 +180,7 @@ class _Reader:
                     imports.append(dataclasses.replace(found, lines=self._lines(statement)))
             else:
                 line = self.source.first_line(statement)
-                self._refuse(f"line {line} is no import, function, class or assignment")
+                self._refuse(f"line {line} is no import, function, class, assignment or call")
         given = [item.name for item in items]
         for item in items:
             if isinstance(item, Extension):
@@ -227,9 +235,11 @@ class _Reader:
 
     def _assignment(self, node: cst.SimpleStatementLine, prefix: str) -> Piece:
         name = assigned(node)
+        if name is None and not prefix:
+            name = called(self.source, node)
         if name is None:
             line = self.source.first_line(node)
-            self._refuse(f"line {line} is no import and no assignment to one name")
+            self._refuse(f"line {line} is no import, no assignment to one name and no call")
         first = self.source.comment_line(node, attached=False)
         numbers = list(range(first, self.source.last_line(node) + 1))
         return self._piece(prefix + name, "new", "", node, numbers, names(node))

@@ -536,6 +536,50 @@ def test_an_added_class_comes_whole_below_what_it_follows():
     assert scope["KeepingLayer"].kept is None
 
 
+REGISTERED = """
+from vllm_gaudi_overrides.merging import added
+
+
+def patch(model): ...
+
+
+@added
+class Narrow(Layer):
+    pass
+
+
+patch(
+    Narrow)  # as the others
+"""
+
+
+def test_a_lone_call_goes_below_what_it_follows_and_comes_with_its_comments():
+    last = "    model.layers = run(model.layers, None)\n"
+    assert merged(REGISTERED) == UPSTREAM + (
+        "\n\nclass Narrow(Layer):\n    pass\n\n\npatch(\n    Narrow)  # as the others\n"
+    )
+    assert merged("def patch(model): ...\n\n# Now.\npatch(1)\n", UPSTREAM + "\n\nx = 1\n") == UPSTREAM.replace(
+        last, last + "\n\n# Now.\npatch(1)\n"
+    ) + ("\n\nx = 1\n")
+
+
+def test_a_call_that_upstream_makes_too_is_not_made_twice():
+    upstream = UPSTREAM + "\n\npatch(1)\n"
+    assert merged("patch(\n    1)\n", upstream) == upstream
+
+
+def test_what_a_call_needs_must_be_there_by_then():
+    with pytest.raises(Drift, match="later is not defined there"):
+        merged("patch(later)\n")
+    with pytest.raises(Drift, match="run is defined too far down"):
+        merged("logger = init_logger(__name__)\nrun(1)\n")
+
+
+def test_a_file_that_holds_the_call_holds_the_fix():
+    with pytest.raises(Drift, match="holds the fix already"):
+        merged(REGISTERED, merged(REGISTERED))
+
+
 def test_a_class_that_upstream_has_cannot_be_added():
     override = "from vllm_gaudi_overrides.merging import added\n\n@added\nclass Layer(Plain):\n    x = 1\n"
     with pytest.raises(Drift, match="Layer is defined already: upstream may have its own fix"):
