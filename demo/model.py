@@ -93,12 +93,13 @@ def reference_logits(model, tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens]), use_cache=False, logits_to_keep=0).logits[0].float()
 
 
-def vllm_config(config, folder: str, *, vision: bool, fast_prefill: bool, dtype: str, max_tokens: int):
+def vllm_config(config, folder: str, *, vision: bool, text_only: bool, fast_prefill: bool, dtype: str, max_tokens: int):
     """Make the `VllmConfig` of an eager one-process run; `folder` is to hold the model's configuration.
 
     Args:
         config: of the text model; it is put into a multimodal one, which is what the plugin changes.
         vision: build the vision tower; without it images are turned off, as for serving text only.
+        text_only: leave the text model by itself, as in a checkpoint that is text alone.
     """
     from transformers import Gemma4Config, Gemma4VisionConfig
     from vllm.config import (
@@ -119,19 +120,21 @@ def vllm_config(config, folder: str, *, vision: bool, fast_prefill: bool, dtype:
         num_key_value_heads=2,
         head_dim=16,
     )
-    Gemma4Config(
-        architectures=["Gemma4ForConditionalGeneration"],
-        text_config=copy.deepcopy(config),  # it changes what it is given
-        vision_config=tower,
-        audio_config=None,
-    ).save_pretrained(folder)
+    text = copy.deepcopy(config)  # what takes it changes it
+    if text_only:
+        text.architectures = ["Gemma4ForCausalLM"]
+        text.save_pretrained(folder)
+    else:
+        Gemma4Config(
+            architectures=["Gemma4ForConditionalGeneration"], text_config=text, vision_config=tower, audio_config=None
+        ).save_pretrained(folder)
     model_config = ModelConfig(
         model=folder,
         skip_tokenizer_init=True,
         dtype=dtype,
         enforce_eager=True,
         max_model_len=config.max_position_embeddings,
-        limit_mm_per_prompt={"image": int(vision), "video": 0, "audio": 0},
+        limit_mm_per_prompt=None if text_only else {"image": int(vision), "video": 0, "audio": 0},
     )
     return VllmConfig(
         model_config=model_config,
@@ -158,7 +161,16 @@ def one_process() -> None:
     parallel_state.initialize_model_parallel(1, 1)
 
 
-def build(config, weights, *, fast_prefill: bool, vision: bool = False, dtype: str = "float32", max_tokens: int = 4096):
+def build(
+    config,
+    weights,
+    *,
+    fast_prefill: bool,
+    vision: bool = False,
+    text_only: bool = False,
+    dtype: str = "float32",
+    max_tokens: int = 4096,
+):
     """Build the plugin's Gemma 4, which is vLLM's with the plugin's changes, with the weights of a transformers model.
 
     Args:
@@ -167,23 +179,31 @@ def build(config, weights, *, fast_prefill: bool, vision: bool = False, dtype: s
             None to leave them as they come.
         fast_prefill: vLLM's flag.
         vision: build the vision tower as well; its rotary embedding is then the first the plugin finds.
+        text_only: build the text model by itself; its `weights` are a transformers model's or None.
         max_tokens: most tokens of a batch, padding included.
     Returns:
-        the `HpuGemma4ForConditionalGeneration` and its `VllmConfig`.
+        the `HpuGemma4ForConditionalGeneration`, or `HpuGemma4ForCausalLM`, and its `VllmConfig`.
     """
     from vllm.config import set_current_vllm_config
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm_gaudi.models.gemma4 import HpuGemma4ForConditionalGeneration
+    from vllm_gaudi.models import gemma4
 
     with tempfile.TemporaryDirectory() as folder:
         settings = vllm_config(
-            config, folder, vision=vision, fast_prefill=fast_prefill, dtype=dtype, max_tokens=max_tokens
+            config,
+            folder,
+            vision=vision,
+            text_only=text_only,
+            fast_prefill=fast_prefill,
+            dtype=dtype,
+            max_tokens=max_tokens,
         )
         with set_current_vllm_config(settings), set_default_torch_dtype(settings.model_config.dtype):
             one_process()
-            model = HpuGemma4ForConditionalGeneration(vllm_config=settings).eval()
-    if isinstance(weights, HpuGemma4ForConditionalGeneration):
+            made = gemma4.HpuGemma4ForCausalLM if text_only else gemma4.HpuGemma4ForConditionalGeneration
+            model = made(vllm_config=settings).eval()
+    if isinstance(weights, gemma4.HpuGemma4ForConditionalGeneration):
         model.load_state_dict(weights.state_dict(), assign=True)
     elif weights is not None:
-        model.language_model.load_weights(weights.state_dict().items())
+        (model if text_only else model.language_model).load_weights(weights.state_dict().items())
     return model, settings

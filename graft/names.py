@@ -56,6 +56,15 @@ RELIED_ON: Mapping[str, Relied] = {
             "Gemma4Attention",
             _attributes("attn rotary_emb qkv_proj q_size kv_size k_norm v_norm num_kv_heads head_dim"),
         ),
+        (
+            GEMMA4,
+            "Gemma4ForCausalLM",
+            {
+                "forward": ("input_ids", "positions", "intermediate_tensors", "inputs_embeds"),
+                **_attributes("model"),
+            },
+        ),
+        ("vllm/model_executor/models/registry.py", "_ModelRegistry", {"register_model": ()}),
         (ATTENTION, "Attention", _attributes("kv_cache kv_cache_dtype impl")),
         (
             "vllm/config/vllm.py",

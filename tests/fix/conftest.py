@@ -61,6 +61,18 @@ def decoder_layer_forward(layer, positions, hidden_states, residual, per_layer_i
     return layer.base_forward(positions, hidden_states, per_layer_input, **kwargs), None
 
 
+class CausalLM:
+    """What the base class of a text-only model does: `.model` is there once it is made, and gets what forward gets."""
+
+    made = None
+
+    def __init__(self, *, vllm_config, prefix=""):
+        self.model = CausalLM.made
+
+    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs):
+        return input_ids, positions, intermediate_tensors, inputs_embeds, kwargs
+
+
 class PagedAttention:
     @staticmethod
     def split_kv_cache(kv_cache, num_kv_heads, head_size):
@@ -106,7 +118,7 @@ def model():
             hidden_states = layer(positions, hidden_states, row, **kwargs)
         return hidden_states
 
-    logger = RecordingLogger()
+    logger, registered = RecordingLogger(), {}
     stubs = stub(
         vllm={},
         vllm__config=dict(VllmConfig=object, get_current_vllm_config=lambda: config),
@@ -115,13 +127,19 @@ def model():
         vllm__model_executor__models={},
         vllm__model_executor__models__gemma4=dict(
             Gemma4Model=type("Gemma4Model", (), {}),
+            Gemma4ForCausalLM=CausalLM,
             Gemma4DecoderLayer=type("Gemma4DecoderLayer", (), {"forward": decoder_layer_forward}),
         ),
+        vllm__model_executor__models__registry=dict(
+            ModelRegistry=types.SimpleNamespace(register_model=registered.__setitem__)
+        ),
+        vllm__sequence=dict(IntermediateTensors=object),
         vllm_gaudi={},
         vllm_gaudi__extension={},
         vllm_gaudi__extension__logger=dict(logger=lambda: logger),
         vllm_gaudi__extension__ops=dict(LoraMask=LoraMask),
     )
     module = load("models/gemma4.py", stubs, {"_hpu_run_decoder_layers": run_decoder_layers})
+    module.registered, module.text_base = registered, CausalLM
     module.context, module.config, module.log, module.lora = context, config, logger.lines, LoraMask
     return module

@@ -550,3 +550,48 @@ def test_the_lora_mask_holds_the_rows_while_they_run_and_all_tokens_before_and_a
     assert [len(rows) for rows in seen] == [4 * S] * (LAYERS - SHARED) + [4] * SHARED
     assert seen[-1].flatten().tolist() == ROWS
     assert model.lora.getLoraMask() is mask
+
+
+# Text-only checkpoints.
+
+
+@pytest.fixture
+def text_model(model, gemma, server, monkeypatch):
+    """Make a text-only model; `.patched` is what was patched as the plugin does."""
+    patched = []
+    monkeypatch.setattr(model, "_apply_hpu_gemma4_patches", patched.append)
+    monkeypatch.setattr(model.text_base, "made", gemma)
+
+    def make(prefix=""):
+        made = model.HpuGemma4ForCausalLM(vllm_config=server, prefix=prefix)
+        made.patched = patched
+        return made
+
+    return make
+
+
+def test_a_text_only_model_is_registered_and_patched(model, text_model):
+    assert model.registered == {"Gemma4ForCausalLM": model.HpuGemma4ForCausalLM}
+    made = text_model()
+    assert made.patched == [made]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (6,)])
+def test_its_ids_are_flattened_and_the_rest_is_handed_on(text_model, shape):
+    positions = torch.zeros(2, 3)
+    ids, *rest = text_model().forward(torch.arange(6).view(shape), positions, None, "embeds", extra=1)
+    assert ids.tolist() == list(range(6))
+    assert rest == [positions, None, "embeds", {"extra": 1}]
+
+
+def test_embeddings_alone_go_through_it(text_model):
+    assert text_model().forward(None, torch.zeros(2, 3), None, "embeds")[0] is None
+
+
+@pytest.mark.parametrize("why", ["no flag", "part of a multimodal model"])
+def test_else_it_is_the_base_class(gemma, text_model, why):
+    gemma.fast_prefill_enabled = why != "no flag"
+    made = text_model(prefix="" if why == "no flag" else "language_model")
+    ids = torch.arange(6).view(2, 3)
+    assert made.forward(ids, torch.zeros(2, 3))[0] is ids
+    assert not made.patched

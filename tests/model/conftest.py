@@ -34,7 +34,7 @@ def pair_of(site):
             for flag in (False, True):
                 built, settings = model.build(config, reference, fast_prefill=flag, vision=vision, dtype=dtype)
                 runners.append(Runner(built, settings))
-            made[key] = Pair(*runners, reference, config.vocab_size)
+            made[key] = Pair(*runners, reference, config)
         return made[key]
 
     return build

@@ -21,12 +21,12 @@ class Pair:
     off: Runner
     on: Runner
     reference: torch.nn.Module
-    vocab: int
+    config: object
 
     def prompts(self, *lengths: int) -> list[list[int]]:
         """Token ids of as many prompts, the same for the same lengths."""
         dice = random.Random(str(lengths))
-        return [[dice.randrange(self.vocab) for _ in range(n)] for n in lengths]
+        return [[dice.randrange(self.config.vocab_size) for _ in range(n)] for n in lengths]
 
     def assert_parity(self, prompts, *, steps=STEPS, off_to_on=5e-4, to_reference=1e-3, **how):
         """Decode greedily with the flag off and on: same tokens, same logits, and those of transformers."""

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """With the flag on the model says what it says with the flag off, and what transformers' Gemma 4 says."""
 
+import dataclasses
+
 import pytest
 import torch
 from pairs import WINDOW
 
+from demo import model
 from demo.model import reference_logits
+from demo.runner import Runner
 
 FLAT = {"layers": 10, "shared": 5}
 
@@ -76,6 +80,21 @@ def test_per_layer_inputs_projected_for_the_last_tokens_only(pair, pair_of, monk
         monkeypatch.setattr(tried.on.model.model.language_model.model, "per_layer_inputs_split", True)
         for lengths in ((1, 150, 300), (130,)):
             tried.assert_parity(tried.prompts(*lengths), embeds=tried is not pair)
+
+
+def test_a_text_only_checkpoint(pair):
+    """The runner does not flatten its ids. Without the flag the plugin fails on it: off is the multimodal model."""
+    built, settings = model.build(pair.config, pair.reference, fast_prefill=True, text_only=True)
+    text = dataclasses.replace(pair, on=Runner(built, settings))
+    for lengths in ((1, 150, 300), (130,)):
+        text.assert_parity(text.prompts(*lengths), rows=len(lengths) + 1)
+
+
+def test_the_text_only_class_serves_its_architecture(site):
+    from vllm import ModelRegistry
+    from vllm_gaudi.models import gemma4
+
+    assert ModelRegistry.models["Gemma4ForCausalLM"].load_model_cls() is gemma4.HpuGemma4ForCausalLM
 
 
 def test_local_keys_and_values_are_never_used(pair, monkeypatch):

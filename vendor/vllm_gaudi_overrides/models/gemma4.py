@@ -10,7 +10,7 @@ build; this one needs only what that runner hands over anyway.
 Related: vllm#22628 (the flag), vllm#60445 (on by default for E2B and E4B on GPU), vllm#54917 (shared layers project
 queries only).
 Future: once a step tells how many of its tokens are sampled, every prompt with context can take this path, not only
-those of a server that never preempts. Text-only checkpoints (Gemma4ForCausalLM) do not go through this class yet.
+those of a server that never preempts.
 """
 
 import os
@@ -23,7 +23,11 @@ from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.gemma4 import (
     Gemma4Model as UpstreamGemma4Model, )
+from vllm.model_executor.models.gemma4 import (
+    Gemma4ForCausalLM as UpstreamGemma4ForCausalLM, )
 from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.sequence import IntermediateTensors
 from vllm_gaudi.extension.logger import logger as plugin_logger
 from vllm_gaudi.extension.ops import LoraMask
 from vllm_gaudi_overrides.merging import added, before
@@ -334,3 +338,39 @@ def _why_fast_prefill_is_off(model: UpstreamGemma4Model, vllm_config: VllmConfig
 @before
 def _apply_hpu_gemma4_patches(language_model: nn.Module) -> None:
     _configure_fast_prefill(language_model.model, get_current_vllm_config())
+
+
+@added
+class HpuGemma4ForCausalLM(UpstreamGemma4ForCausalLM):
+    """The model of a text-only checkpoint, with fast prefill; without the flag it is vLLM's."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # The multimodal model patches its text model, which has a prefix, itself.
+        self.has_fast_prefill = not prefix and self.model.fast_prefill_enabled
+        if self.has_fast_prefill:
+            _apply_hpu_gemma4_patches(self)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs,
+    ) -> torch.Tensor | IntermediateTensors:
+        """Flatten the token ids: the runner does so for the multimodal checkpoints alone, and then per-layer inputs of
+        [B, S, layers, P] would be indexed by token.
+
+        Args:
+            input_ids: [B, S], or [B * S].
+            positions: [B, S].
+        Returns:
+            [B * S, D] with fast prefill; else what the base class gives.
+        """
+        if self.has_fast_prefill and input_ids is not None:
+            input_ids = input_ids.flatten()
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs)
+
+
+ModelRegistry.register_model("Gemma4ForCausalLM", HpuGemma4ForCausalLM)

@@ -66,7 +66,8 @@ def _first_rotary(module: torch.nn.Module):
 
 
 class HpuModelAdapter(torch.nn.Module):
-    """Calls the model as the runner does: flat ids, masks made, cos and sin prepared once and dropped afterwards.
+    """Calls the model as the runner does: masks made, cos and sin prepared once and dropped afterwards, and ids flat,
+    but as they are for a checkpoint that is text alone.
 
     Only the first rotary embedding found below the model is prepared and dropped, whichever that is.
     """
@@ -78,6 +79,7 @@ class HpuModelAdapter(torch.nn.Module):
         self.dtype = vllm_config.model_config.dtype
         self.sliding_window = vllm_config.model_config.hf_text_config.sliding_window
         rotary = _first_rotary(model)
+        self._flattens = vllm_config.model_config.hf_config.model_type == "gemma4"
         self._rotary_embed_module = rotary if hasattr(rotary, "prepare_cos_sin") else None
 
     def forward(self, input_ids, positions, attn_metadata, **kwargs) -> torch.Tensor:
@@ -92,7 +94,9 @@ class HpuModelAdapter(torch.nn.Module):
         with DeviceIndexing(), set_forward_context(attn_metadata, self.vllm_config, num_tokens=-1):
             if rotary is not None:
                 rotary.prepare_cos_sin(positions)
-            states = self.model(input_ids=input_ids.view(-1), positions=positions, **kwargs)
+            if self._flattens:
+                input_ids = input_ids.view(-1)
+            states = self.model(input_ids=input_ids, positions=positions, **kwargs)
             if rotary is not None:
                 for name in ("cos", "sin"):
                     if hasattr(rotary, name):
