@@ -47,6 +47,7 @@ class Engine:
         if case.text_only:
             settings["limit_mm_per_prompt"] = NO_MEDIA
         self.model = str(model)
+        self.fixed = is_fixed()
         self.replica = int(os.environ.get("VLLM_DP_RANK", 0))
         self.answers: list[list[int]] = []
         self.llm = LLM(self.model, kv_sharing_fast_prefill=flag, **settings)

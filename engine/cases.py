@@ -49,6 +49,7 @@ class Case:
     short: str = ""
     stock_fault: str = ""
     refusal: str = ""
+    same_caches: bool = True  # every KV cache equal to the bit
     tolerance: float = 1e-4  # of a sampled logit, which lies in (-30, 30)
     quick: bool = False
 
@@ -207,6 +208,22 @@ def an_image(engine):
     engine.greedy([prompt(150)])
 
 
+def a_padded_batch_split(engine):
+    a_padded_batch(engine)
+    _must_have_split(engine)
+
+
+def an_image_split(engine):
+    an_image(engine)
+    _must_have_split(engine)
+
+
+def _must_have_split(engine):
+    rows = [(f["projected_rows"], f["batch"]) for f in engine.collect()[0] if f["kind"] == PROMPT]
+    if engine.fixed and not all(projected == [batch] for projected, batch in rows):
+        raise RuntimeError(f"the per-layer inputs were not split, but projected of {rows}: this case shows nothing")
+
+
 def with_and_without_adapter(engine):
     engine.greedy([prompt(n) for n in (60, 140)], adapters=[True, False])
 
@@ -235,6 +252,7 @@ CONNECTOR = {
         "kv_role": "kv_both",
     }
 }
+SPLIT = {"VLLM_FAST_PREFILL_SPLIT_PER_LAYER_INPUTS": "1"}
 CAP_8 = {"VLLM_PROMPT_BS_BUCKET_MAX": "8"}
 WIDE = {"max_num_seqs": 8, "max_num_batched_tokens": 4096}
 CHUNKS = {"max_num_batched_tokens": 128}
@@ -299,6 +317,22 @@ CASES = (
         NOT_CONTEXT,
         settings={"num_gpu_blocks_override": 10, "max_model_len": 512, "enable_prefix_caching": True},
         quick=True,
+    ),
+    Case(
+        "split-inputs",
+        "VLLM_FAST_PREFILL_SPLIT_PER_LAYER_INPUTS=1, with batch cap 8, padding rows and mixed lengths",
+        a_padded_batch_split,
+        settings=WIDE,
+        environ={**CAP_8, **SPLIT},
+        same_caches=False,
+    ),
+    Case(
+        "split-inputs-image",
+        "VLLM_FAST_PREFILL_SPLIT_PER_LAYER_INPUTS=1, with an image prompt",
+        an_image_split,
+        environ=SPLIT,
+        text_only=False,
+        same_caches=False,
     ),
     Case(
         "small-pool",

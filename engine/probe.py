@@ -26,6 +26,7 @@ class Forward:
     sampled: int  # logits rows that are not padding
     own_rows: list[int] = field(default_factory=list)  # per layer with a KV cache of its own
     shared_rows: list[int] = field(default_factory=list)  # per KV-shared layer
+    projected_rows: list[int] = field(default_factory=list)  # per projection of the per-layer inputs
     host_reads: list[str] = field(default_factory=list)
 
 
@@ -60,11 +61,20 @@ class Probe:
         runner_class._execute_model_generic = execute_model_generic
 
     def watch_layers(self, model):
-        """Count the rows that enter each decoder layer, outside of what is compiled."""
+        """Count the rows that enter each decoder layer and that projection, outside of what is compiled."""
         for layer in _callables(model):
             plain = getattr(layer, "_orig_mod", layer)
             shared = plain.self_attn.attn.kv_sharing_target_layer_name is not None
             self._count_rows(layer, shared)
+        text = _text_model(model)
+        project = text.project_per_layer_inputs
+
+        def projected(inputs_embeds, *args, **kwargs):
+            if self.current is not None:
+                self.current.projected_rows.append(inputs_embeds.shape[0])
+            return project(inputs_embeds, *args, **kwargs)
+
+        text.project_per_layer_inputs = projected
 
     def _count_rows(self, layer, shared):
         forward = layer.forward
@@ -112,9 +122,13 @@ def _describe(token_ids, metadata, indices, warmup, merged):
     return Forward(kind, warmup, batch, length, filled, sampled)
 
 
+def _text_model(model):
+    return next(m for m in model.modules() if hasattr(m, "start_layer") and hasattr(m, "layers"))
+
+
 def _callables(model):
     """The decoder layers as they are called: the compiled wrapper of a layer where there is one."""
-    text = next(m for m in model.modules() if hasattr(m, "start_layer") and hasattr(m, "layers"))
+    text = _text_model(model)
     lists = [text.layers]
     for part in ("self_decoder", "cross_decoder"):
         if hasattr(text, part):

@@ -98,6 +98,7 @@ def test_a_logit_that_is_no_number_is_a_difference(first, second):
 def test_a_cache_that_differs_in_one_bit_is_a_difference(first, second):
     second.result["caches"] = ["a", "c"]
     assert problem(first, second) == "the KV caches differ"
+    assert judge(replace(CASE, same_caches=False), first, second).holds
 
 
 def test_all_layers_where_the_fast_path_must_be_taken_is_a_problem(first):
