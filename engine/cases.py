@@ -74,12 +74,17 @@ def a_mixed_batch(engine):
 def a_warm_batch(engine):
     if not engine.collect()[0]:
         raise RuntimeError("nothing was warmed up: this case shows nothing")
-    a_mixed_batch(engine)
-    engine.greedy([prompt(300)])  # its first blocks are cached by now
+    a_mixed_batch_and_a_hit(engine)
 
 
 def a_short_batch(engine):
-    engine.greedy([prompt(n) for n in (77, 300)])
+    """Two prompt buckets, and answers that begin no block, so that a decode forward has one shape throughout."""
+    engine.greedy([prompt(n) for n in (20, 300)])
+
+
+def a_mixed_batch_and_a_hit(engine):
+    a_mixed_batch(engine)
+    engine.greedy([prompt(300)])
 
 
 def one_long_answer(engine):
@@ -512,10 +517,10 @@ CASES = (
     ),
     Case(
         "text-class",
-        "a checkpoint of the text-only class, which the plugin's model class does not reach",
-        a_short_batch,
-        settings={"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}},
-        refusal="AssertionError",
+        "the text-only class, whose text model the plugin leaves as it is, and a prefix-cache hit",
+        a_mixed_batch_and_a_hit,
+        WITH_CONTEXT,
+        settings={"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}, "enable_prefix_caching": True},
     ),
     Case(
         "pooling",
