@@ -16,10 +16,11 @@ NOT_CONTEXT = {PROMPT: FAST, CONTEXT: ALL, DECODE: ALL}
 
 @dataclass(frozen=True)
 class Arm:
-    """One run of a case: which plugin, the flag or not."""
+    """One run of a case: which plugin, the flag or not, which of the test model's checkpoints."""
 
     fixed: bool
     flag: bool
+    checkpoint: str = ""  # its folder below the multimodal one
 
 
 STOCK = Arm(fixed=False, flag=False)
@@ -521,6 +522,23 @@ CASES = (
         a_mixed_batch_and_a_hit,
         WITH_CONTEXT,
         settings={"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}, "enable_prefix_caching": True},
+    ),
+    Case(
+        "text-checkpoint",
+        "a text-only checkpoint, held against the multimodal one: without the flag v0.26.0 cannot serve it",
+        a_mixed_batch_and_a_hit,
+        WITH_CONTEXT,
+        settings={"enable_prefix_caching": True},
+        second=Arm(fixed=True, flag=True, checkpoint="text"),
+    ),
+    Case(
+        "text-checkpoint-off",
+        "a text-only checkpoint without the flag: as the stock plugin does",
+        a_short_batch,
+        {PROMPT: ALL, DECODE: ALL},
+        first=Arm(fixed=False, flag=False, checkpoint="text"),
+        second=Arm(fixed=True, flag=False, checkpoint="text"),
+        stock_fault="must match the size of tensor b",
     ),
     Case(
         "pooling",

@@ -2,11 +2,13 @@
 """Write a random Gemma 4 checkpoint shaped like E2B: `python -m engine.model FOLDER [--shape e2b]`.
 
 Runs in the environment that holds vLLM, with the bridge on the path. The multimodal class, its
-processor, a word-level tokenizer (token 7 is the word "t7") and one LoRA adapter are written too.
+processor, a word-level tokenizer (token 7 is the word "t7") and one LoRA adapter are written too,
+and in the folder `text` the text model again, as a checkpoint of the text-only class.
 """
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -118,6 +120,7 @@ def write(folder, shape="tiny", seed=0):
     _add_unused_weights(folder, SHAPES[shape])
     _write_words(folder)
     _write_adapter(folder / "lora", SHAPES[shape])
+    _write_text_only(folder, folder / "text", shape)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -128,6 +131,20 @@ def _away_from_one(model):
             tensor.fill_(0.8 + 0.4 * torch.rand(()).item())
         elif "language_model" in name and "norm" in name and name.endswith("weight"):
             tensor.mul_(1 + 0.2 * torch.randn_like(tensor))
+
+
+def _write_text_only(folder, text, shape):
+    """The text model's weights under the names that a text-only checkpoint has, with its configuration and words."""
+    text.mkdir(exist_ok=True)
+    part = "model.language_model."
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.replace(part, "model.", 1): w for name, w in weights.items() if name.startswith(part)}
+    save_file(weights, text / "model.safetensors", metadata={"format": "pt"})
+    settings = config(shape).text_config
+    settings.architectures = ["Gemma4ForCausalLM"]
+    settings.save_pretrained(text)
+    for file in folder.glob("token*"):
+        shutil.copy(file, text)
 
 
 def _head(widths, layer):

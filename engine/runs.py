@@ -53,7 +53,7 @@ class Runs:
         job = {
             "case": case.name,
             "flag": arm.flag,
-            "model": str(self.model),
+            "model": str(self.model / arm.checkpoint),
             "out": str(out),
             "environ": case.environ,
         }
