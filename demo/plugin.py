@@ -15,11 +15,12 @@ VERSION = "0.0+standin"
 ENTRY_POINTS = "[vllm.platform_plugins]\nhpu = vllm_gaudi:register\n"
 
 
-def make(folder: Path, *, fix: bool = True) -> Path:
+def make(folder: Path, *, fix: bool = True, overrides: Path = copies.OVERRIDES) -> Path:
     """Lay the stand-in out below `folder` like a site-packages folder, with the fix merged in as into a release.
 
     Args:
         folder: an empty or missing folder; it becomes an entry of `sys.path` later.
+        overrides: the folder of the override sources.
         fix: False leaves the stand-in without the fix, as a stock release is.
     Returns:
         `folder`.
@@ -33,17 +34,17 @@ def make(folder: Path, *, fix: bool = True) -> Path:
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-gaudi\nVersion: {VERSION}\n")
     (facts / "entry_points.txt").write_text(ENTRY_POINTS)
     if fix:
-        for file, text in merged_files(folder).items():
+        for file, text in merged_files(folder, overrides).items():
             (package / file).write_text(text)
     return folder
 
 
-def merged_files(folder: Path) -> dict[str, str]:
-    """Merge the fix into the files below `folder`, in memory, by a release's rules; their texts by path."""
+def merged_files(folder: Path, overrides: Path = copies.OVERRIDES) -> dict[str, str]:
+    """Merge override sources into the files below `folder`, in memory, by a release's rules; their texts by path."""
     merged = {}
-    for file in copies.overridden():
+    for file in copies.overridden(overrides):
         pristine = (folder / "vllm_gaudi" / file).read_text()
-        override = (copies.OVERRIDES / file).read_text()
+        override = (overrides / file).read_text()
         merged[file] = merge(pristine, override, name=file, release="the stand-in").text
     return merged
 

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the patch to send upstream, as `git am` takes it, and the text of the pull request beside it."""
+"""Makes the patches to send upstream, as `git am` takes them, and the text of the pull request beside them."""
 
 import argparse
-import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graft import copies, releases, versions
+from graft import copies, releases, series, versions
 from graft.errors import GraftError
 from graft.progress import Progress
-from graft.releases import PACKAGE
+from graft.releases import PACKAGE, Tree
+from graft.series import UPSTREAM, Stage
+from graft.versions import Release
 
-UPSTREAM = copies.ROOT / "vendor" / "upstream"  # what goes upstream besides the fix
-TESTS = UPSTREAM / "tests"
+Contents = Mapping[str, bytes]  # by path in upstream's repository
 
 
 def signer(folder: Path) -> tuple[str, str]:
@@ -40,88 +40,80 @@ def signer(folder: Path) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def message(name: str, address: str) -> str:
-    """The commit message."""
-    text = (UPSTREAM / "commit_message.txt").read_text(encoding="utf-8").strip()
-    return f"{text}\n\nSigned-off-by: {name} <{address}>\n"
+def signed(message: str, name: str, address: str) -> str:
+    """A commit message with its sign-off."""
+    return f"{message.strip()}\n\nSigned-off-by: {name} <{address}>\n"
 
 
-def files(plan: copies.Plan) -> dict[str, tuple[bytes | None, bytes]]:
-    """What the patch changes, by path in upstream's repository: the bytes before, if any, and after."""
-    found: dict[str, tuple[bytes | None, bytes]] = {}
-    for file in plan.files:
-        found[f"{PACKAGE}/{file.file}"] = (file.pristine.encode(), file.merged.text.encode())
-    for test in sorted(TESTS.rglob("*.py")):
-        found[f"tests/{test.relative_to(TESTS).as_posix()}"] = (None, test.read_bytes())
+def commits(release: Release, tree: Tree, stages: Sequence[Stage]) -> list[tuple[str, Contents]]:
+    """What upstream's files are, as released and after each patch: the message and the files of each commit.
+
+    Raises:
+        Drift: the tree is another release's, or a stage cannot be merged into it.
+    """
+    found: list[tuple[str, Contents]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in stages:
+            plan = copies.plan(release, tree, overrides=stage.write(Path(folder, stage.name)))
+            if not found:
+                found.append(("before", {f"{PACKAGE}/{file.file}": file.pristine.encode() for file in plan.files}))
+            merged = {f"{PACKAGE}/{file.file}": file.merged.text.encode() for file in plan.files}
+            tests = {f"tests/{path}": data for path, data in stage.tests.items()}
+            found.append((stage.message, merged | tests))
     return found
 
 
-def patch(changed: Mapping[str, tuple[bytes | None, bytes]], text: str, name: str, address: str) -> bytes:
-    """One commit as git writes it for e-mail, made in a repository that is thrown away.
+def patches(made: Sequence[tuple[str, Contents]], name: str, address: str) -> dict[str, bytes]:
+    """The commits but the first as git writes them for e-mail, by file name; made in a repository that is thrown away.
 
     Raises:
         GraftError: git fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        variables = {
-            **{k: v for k, v in os.environ.items() if not k.startswith("GIT_")},
-            "GIT_CONFIG_GLOBAL": os.devnull,  # no hooks, signing or line ends of the user's
-            "GIT_CONFIG_SYSTEM": os.devnull,
-            **{f"GIT_{role}_NAME": name for role in ("AUTHOR", "COMMITTER")},
-            **{f"GIT_{role}_EMAIL": address for role in ("AUTHOR", "COMMITTER")},
-        }
-
-        def git(*words: str, given: str | None = None) -> bytes:
-            done = subprocess.run(
-                ["git", *words],
-                cwd=folder,
-                env=variables,
-                input=given.encode() if given else None,
-                capture_output=True,
-            )
-            if done.returncode:
-                said = done.stderr.decode(errors="replace")
-                raise GraftError(f"git {words[0]} failed: {said}", "Look at what git says")
-            return done.stdout
-
-        git("init", "--quiet", "--initial-branch=main")
-        for moment, title in ((0, "before"), (1, text)):
-            for path, contents in changed.items():
-                if contents[moment] is not None:
-                    Path(folder, path).parent.mkdir(parents=True, exist_ok=True)
-                    Path(folder, path).write_bytes(contents[moment])
-            git("add", "--all")
-            git("commit", "--quiet", "--allow-empty", "--file=-", given=title)
-        return git("format-patch", "-1", "--stdout", "--no-signature")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch).resolve()
+        author = ("-c", f"user.name={name}", "-c", f"user.email={address}")
+        series.git(folder, "init", "--quiet", "--initial-branch=main")
+        for message, contents in made:
+            for path, data in contents.items():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / path).write_bytes(data)
+            series.git(folder, "add", "--all")
+            words = ("commit", "--quiet", "--allow-empty", "--file=-")
+            series.git(folder, *author, *words, given=signed(message, name, address).encode())
+        series.git(folder, "format-patch", "--quiet", "--no-signature", "-o", "out", f"-{len(made) - 1}")
+        return {path.name: path.read_bytes() for path in sorted((folder / "out").iterdir())}
 
 
-def export(plan: copies.Plan, folder: Path, name: str, address: str) -> list[Path]:
-    """Write the patch and the pull request's text into a folder; answers both paths.
+def export(made: Mapping[str, bytes], folder: Path) -> list[Path]:
+    """Write the patches and the pull request's text into a folder, in place of those that are there; answers the paths.
 
     Raises:
-        GraftError: git fails, or the folder cannot be written.
+        GraftError: the folder cannot be written.
     """
-    made = patch(files(plan), message(name, address), name, address)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = [folder / "gemma4-fast-prefill.patch", folder / "pull_request.md"]
-        written[0].write_bytes(made)
-        shutil.copyfile(UPSTREAM / "pull_request.md", written[1])
+        for old in folder.glob("*.patch"):
+            old.unlink()
+        for name, data in made.items():
+            (folder / name).write_bytes(data)
+        shutil.copyfile(UPSTREAM / "pull_request.md", folder / "pull_request.md")
     except OSError as error:
         raise GraftError(f"{folder} cannot be written: {error.strerror}", "Name another with --output") from None
-    return written
+    return [*(folder / name for name in made), folder / "pull_request.md"]
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="make the patch to send upstream",
-        description="Write a patch for `git am` on a checkout of the release, and the pull request's text.",
+        help="make the patches to send upstream",
+        description="Write patches for `git am` on a checkout of the release, a first one that is the fix and one for "
+        "each further part, and the pull request's text.",
     )
     parser.add_argument("release", help="a release of VERSIONS.toml, such as 0.30")
     parser.add_argument("--source", type=Path, help="a site-packages folder, a checkout, a wheel or an sdist")
     parser.add_argument("--python", type=Path, help="the interpreter of an environment that has it")
     parser.add_argument("--output", type=Path, help="the folder to write (default: dist/TAG)")
+    parser.add_argument("--single", action="store_true", help="one patch of all parts")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(func=_export_command)
 
@@ -133,11 +125,14 @@ def _export_command(args: argparse.Namespace) -> int:
     with progress.step("Looking for vllm-gaudi"):
         tree = releases.find(args.source, args.python)
     with progress.step(f"Merging into {tree.path}"):
-        plan = copies.plan(release, tree)
+        made = commits(release, tree, series.stages())
+    if args.single:
+        whole = (UPSTREAM / "commit_message.txt").read_text(encoding="utf-8")
+        made = [made[0], (whole, made[-1][1])]
     folder = args.output or copies.ROOT / "dist" / release.tag
-    written = export(plan, folder, name, address)
+    written = export(patches(made, name, address), folder)
     for path in written:
         progress.say(f"Written: {path}")
     if not args.quiet:
-        print(f"git am {written[0]}")
+        print(f"git am {folder}/*.patch")
     return 0

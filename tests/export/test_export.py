@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What export promises: a patch that `git am` takes, signed off, and a text that upstream's rules allow."""
+"""What export promises: patches that `git am` takes, signed off, and a text that upstream's rules allow."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graft import copies, export, releases, versions
+from graft import copies, export, releases, series, versions
 from graft.__main__ import main
 from tests.support.environments import anchored_tree
 
@@ -41,24 +41,46 @@ def repository(root: Path) -> Path:
     return root
 
 
-def check_patch(root: Path, folder: Path, release: str) -> str:
-    """Apply the exported patch; the files must be the full copies. Answers the commit's message."""
+def check_patches(root: Path, folder: Path, release: str) -> list[str]:
+    """Apply the exported patches; in the end the files must be the full copies. Answers the commits' messages."""
     plan = copies.plan(versions.get(release), releases.find(root))
-    git(root, "am", str(folder / "gemma4-fast-prefill.patch"))
+    made = sorted(folder.glob("*.patch"))
+    git(root, "am", *map(str, made))
     for file in plan.files:
         assert (root / "vllm_gaudi" / file.file).read_text(encoding="utf-8") == file.merged.text
-    changed = set(git(root, "diff", "--name-only", "HEAD~1").split())
-    assert changed == set(export.files(plan))
+    changed = set(git(root, "diff", "--name-only", f"HEAD~{len(made)}").split())
+    tests = series.stages()[-1].tests
+    assert changed == {f"vllm_gaudi/{file.file}" for file in plan.files} | {f"tests/{path}" for path in tests}
     assert git(root, "status", "--porcelain") == ""
-    return git(root, "log", "-1", "--format=%an <%ae>%n%B")
+    log = git(root, "log", "--reverse", f"HEAD~{len(made)}..", "--format=%an <%ae>%n%B%x00")
+    return [message.strip() for message in log.split("\0") if message.strip()]
 
 
-def test_git_am_gives_the_full_copies(tmp_path, signer):
+SIGNED = "Signed-off-by: Zoë Example <zoe@example.org>"
+
+
+def test_git_am_gives_the_full_copies_part_by_part(tmp_path, signer):
     root = repository(anchored_tree(tmp_path / "release"))
     assert main(["export", "0.30", "--source", str(root), "--output", str(tmp_path / "out"), "--quiet"]) == 0
-    message = check_patch(root, tmp_path / "out", "0.30")
-    assert message.startswith("Zoë Example <zoe@example.org>\n")
-    assert message.rstrip().endswith("Signed-off-by: Zoë Example <zoe@example.org>")
+    messages = check_patches(root, tmp_path / "out", "0.30")
+    assert messages == [f"Zoë Example <zoe@example.org>\n{stage.message}\n\n{SIGNED}" for stage in series.stages()]
+
+
+def test_a_single_patch_on_request(tmp_path, signer):
+    root = repository(anchored_tree(tmp_path / "release"))
+    words = ["export", "0.30", "--source", str(root), "--output", str(tmp_path / "out"), "--quiet"]
+    assert main(words) == main([*words, "--single"]) == 0  # the second in place of the first's patches
+    [message] = check_patches(root, tmp_path / "out", "0.30")
+    whole = (export.UPSTREAM / "commit_message.txt").read_text().strip()
+    assert message == f"Zoë Example <zoe@example.org>\n{whole}\n\n{SIGNED}"
+
+
+def test_a_release_that_one_stage_does_not_fit_is_refused_and_nothing_written(tmp_path, signer, capsys):
+    root = anchored_tree(tmp_path / "release")
+    (root / "vllm_gaudi" / "models" / "gemma4.py").write_text("import torch\n")
+    assert main(["export", "0.30", "--source", str(root), "--output", str(tmp_path / "out")]) == 2
+    assert "HpuGemma4Model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_settings_of_the_user_do_not_change_the_patch(tmp_path, signer, monkeypatch):
@@ -68,7 +90,7 @@ def test_settings_of_the_user_do_not_change_the_patch(tmp_path, signer, monkeypa
     monkeypatch.setenv("HOME", str(tmp_path))
     root = repository(anchored_tree(tmp_path / "release"))
     assert main(["export", "0.30", "--source", str(root), "--output", str(tmp_path / "out"), "--quiet"]) == 0
-    check_patch(root, tmp_path / "out", "0.30")
+    check_patches(root, tmp_path / "out", "0.30")
 
 
 @pytest.mark.parametrize("missing", ["user.name", "user.email"])
@@ -87,12 +109,14 @@ def test_without_an_identity_it_is_refused_with_a_hint(tmp_path, monkeypatch, ca
 
 def test_the_texts_keep_upstreams_rules():
     """Relative figures only, nothing internal, a title that fits."""
-    text = (export.UPSTREAM / "pull_request.md").read_text() + export.message("A", "a@example.org")
+    messages = [stage.message for stage in series.stages()] + [(export.UPSTREAM / "commit_message.txt").read_text()]
+    for message in messages:
+        lines = export.signed(message, "A", "a@example.org").splitlines()
+        assert len(lines[0]) <= 72 and lines[1] == ""
+        assert all(len(line) <= 80 for line in lines)
+    text = "\n".join([(export.UPSTREAM / "pull_request.md").read_text(), *messages])
     assert not re.search(r"\d\s*(tokens/s|tok/s|ms\b|seconds|GB)", text)
     assert not re.search(r"https?://|/mnt/|JIRA|[A-Z]{3,}-\d{3,}", text)
-    lines = export.message("A", "a@example.org").splitlines()
-    assert len(lines[0]) <= 72 and lines[1] == ""
-    assert all(len(line) <= 80 for line in lines)
 
 
 def test_a_file_without_a_final_newline_survives(tmp_path, signer):
@@ -101,7 +125,7 @@ def test_a_file_without_a_final_newline_survives(tmp_path, signer):
     path.write_text(path.read_text().rstrip("\n"))
     repository(root)
     assert main(["export", "0.30", "--source", str(root), "--output", str(tmp_path / "out"), "--quiet"]) == 0
-    check_patch(root, tmp_path / "out", "0.30")
+    check_patches(root, tmp_path / "out", "0.30")
 
 
 @pytest.mark.skipif("GAUDI_FIXES_ROOT" not in os.environ, reason="GAUDI_FIXES_ROOT names no release")
@@ -117,4 +141,4 @@ def test_on_a_real_release(tmp_path, signer):
     (root / "vllm_gaudi" / "__init__.py").write_text("")
     repository(root)
     assert main(["export", "0.26", "--source", str(root), "--output", str(tmp_path / "out"), "--quiet"]) == 0
-    check_patch(root, tmp_path / "out", "0.26")
+    check_patches(root, tmp_path / "out", "0.26")

@@ -2,6 +2,8 @@
 """vLLM's own Gemma 4 behind a stand-in of the plugin, the fix merged in; one pair of runners per configuration."""
 
 import importlib.util
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,15 +11,17 @@ from pairs import Pair
 
 from demo import model, plugin
 from demo.runner import Runner
+from graft import copies
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """The stand-in with the fix merged in, in use by this process."""
+    """The stand-in with the fix merged in, in use by this process; OVERRIDES names other override sources."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("these need vLLM without kernels: `nox -s tests` installs it")
     torch.set_num_threads(1)  # the models are too small for more
-    return plugin.use(plugin.make(tmp_path_factory.mktemp("standin") / "site"))
+    overrides = Path(os.environ.get("OVERRIDES", copies.OVERRIDES))
+    return plugin.use(plugin.make(tmp_path_factory.mktemp("standin") / "site", overrides=overrides))
 
 
 @pytest.fixture(scope="session")

@@ -264,7 +264,8 @@ class Anything:
                 raise AttributeError(name)
             if name == "nn":
                 return importlib.import_module("torch.nn")
-            return (lambda *a, **k: None) if name.islower() else type(name, (), {})
+            nothing = lambda *a, **k: None
+            return nothing if name.islower() else type(name, (), {"register_model": nothing})
         module.__getattr__ = get
 
 sys.meta_path.append(Anything())
