@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a random Gemma 4 checkpoint shaped like E2B: `python -m engine.model FOLDER [--shape e2b]`.
+"""Write a random Gemma 4 checkpoint shaped like E2B: `python -m engine.model FOLDER [--shape e2b] [--text]`.
 
 Runs in the environment that holds vLLM, with the bridge on the path. The multimodal class, its
-processor, a word-level tokenizer (token 7 is the word "t7") and one LoRA adapter are written too,
-and in the folder `text` the text model again, as a checkpoint of the text-only class.
+processor, a word-level tokenizer (token 7 is the word "t7") and one LoRA adapter are written too;
+with --text also, in the folder `text`, the text model again as a checkpoint of the text-only class.
 """
 
 import argparse
@@ -108,8 +108,8 @@ def config(shape):
     return Gemma4Config(text_config=text, vision_config=vision, audio_config=audio, **ids)
 
 
-def write(folder, shape="tiny", seed=0):
-    """Write the checkpoint of `shape` below `folder`, the adapter in its folder `lora`."""
+def write(folder, shape="tiny", seed=0, text=False):
+    """Write the checkpoint of `shape` below `folder`, the adapter in its folder `lora`, a text-only one in `text`."""
     folder = Path(folder)
     torch.manual_seed(seed)
     model = Gemma4ForConditionalGeneration(config(shape)).float().eval()
@@ -120,7 +120,8 @@ def write(folder, shape="tiny", seed=0):
     _add_unused_weights(folder, SHAPES[shape])
     _write_words(folder)
     _write_adapter(folder / "lora", SHAPES[shape])
-    _write_text_only(folder, folder / "text", shape)
+    if text:
+        _write_text_only(folder, folder / "text", shape)
     return sum(p.numel() for p in model.parameters())
 
 
@@ -223,8 +224,9 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", action="store_true")
     options = parser.parse_args()
-    count = write(options.folder, options.shape, options.seed)
+    count = write(options.folder, options.shape, options.seed, options.text)
     print(f"{count:,} parameters in {options.folder}")
 
 

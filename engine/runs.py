@@ -137,7 +137,7 @@ def prepare(
     prepared = plugin.prepare(source, chosen, overrides, scratch, drifted=allow_drift)
     environ = plugin.environ(prepared, fixed=False, scratch=scratch, extra={})
     model = scratch / "model"
-    made = subprocess.run([python, "-m", "engine.model", model], env=environ, capture_output=True, text=True)
+    made = subprocess.run([python, "-m", "engine.model", model, "--text"], env=environ, capture_output=True, text=True)
     if made.returncode:
         last = " ".join(made.stderr.strip().splitlines()[-1:])
         raise GraftError(f"The test model could not be written: {last}", "Use the environment of `nox -s engine`")
