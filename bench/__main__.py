@@ -2,7 +2,8 @@
 """Measure prompt throughput with --kv-sharing-fast-prefill off and on, alternating, and print it beside the limit.
 
 As vllm#60445 does: random prompts, one output token, offline LLM.generate. On a Gaudi give --model; with --source it
-runs the plugin of that source on the CPU, with E2B's layer widths and a fifth of its depth.
+runs the plugin of that source on the CPU, with E2B's layer widths and a fifth of its depth. There --parts measures the
+fix after each patch of the series that goes upstream.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,39 +23,58 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.flops import E2B, E4B, GAUDI2, GAUDI3, Card, Shape, limit, prompt_seconds
+from bench.flops import E2B, E4B, GAUDI2, GAUDI3, Card, Shape, prompt_seconds
+from bench.parts import Part, counted_table, measured_table, parts_of_the_series
+from graft.errors import GraftError
 
-ARMS = (False, True)  # the flag
 NO_MEDIA = {"image": 0, "audio": 0, "video": 0}
 DECODED = 32
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the engines that are compared. part: what of the fix it has, without the flag nothing."""
+
+    name: str
+    part: Part | None
+
+    @property
+    def flag(self) -> bool:
+        return self.part is not None
+
+
+OFF, ON = Arm("off", None), Arm("on", Part())
 
 
 @dataclass
 class Point:
-    """One length and batch cap. seconds: per flag, one entry per round for all prompts; decode: per step."""
+    """One length and batch cap. seconds: per arm, one entry per round for all prompts; decode: per step.
+
+    cached: how many of a prompt's tokens are in the prefix cache. limits: times fewer FLOPs, per arm.
+    """
 
     length: int
     cap: int
     prompts: int
-    limit: float
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"off": [], "on": []})
-    decode: dict[str, list[float]] = field(default_factory=lambda: {"off": [], "on": []})
+    limits: dict[str, float]
+    cached: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    decode: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     peak: dict[str, int] = field(default_factory=dict)
 
-    def rate(self, flag: str) -> float:
-        """Prompt tokens per second, median over the rounds."""
-        return self.prompts * self.length / statistics.median(self.seconds[flag])
+    def rate(self, arm: str) -> float:
+        """Prompt tokens per second that were not cached, median over the rounds."""
+        return self.prompts * (self.length - self.cached) / statistics.median(self.seconds[arm])
 
-    @property
-    def ratio(self) -> float:
-        return self.rate("on") / self.rate("off")
+    def ratio(self, arm: str = ON.name) -> float:
+        return self.rate(arm) / self.rate(OFF.name)
 
-    @property
-    def decode_ratio(self) -> float | None:
-        """Median seconds of a decode step with the flag, by those without."""
-        if not self.decode["on"]:
+    def decode_ratio(self, arm: str = ON.name) -> float | None:
+        """Median seconds of a decode step, by those of the first arm."""
+        if not self.decode[arm]:
             return None
-        return statistics.median(self.decode["on"]) / statistics.median(self.decode["off"])
+        return statistics.median(self.decode[arm]) / statistics.median(self.decode[OFF.name])
 
 
 class Failed(Exception):
@@ -104,16 +125,16 @@ class Engine:
 
 @dataclass(frozen=True)
 class Site:
-    """Where engines run: the model and, per flag, the environment."""
+    """Where engines run: the model and, per arm, the environment."""
 
     model: Path | str
     shape: Shape
     vocabulary: int
-    environ: dict[bool, dict[str, str]]
+    environ: dict[str, dict[str, str]]
     settings: dict
 
 
-def on_the_cpu(options, scratch: Path) -> Site:
+def on_the_cpu(options, arms: list[Arm], scratch: Path) -> Site:
     """The plugin of --source behind the bridge, and a model of E2B's widths."""
     from engine import plugin
     from graft import copies, releases, versions
@@ -122,14 +143,20 @@ def on_the_cpu(options, scratch: Path) -> Site:
     release = versions.get(options.release) if options.release else plugin.release_of(tree)
     if release is None:
         raise Failed(f"{options.source} does not tell which release it is of; name it with --release")
-    prepared = plugin.prepare(options.source, release, copies.OVERRIDES, scratch, drifted=False)
     # A thread that waits for another must not count as work.
     threads = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE", "HPU_ON_CPU_GIB": "8"}
-    environ = {flag: plugin.environ(prepared, fixed=flag, scratch=scratch, extra=threads) for flag in ARMS}
+    environ = {}
+    for arm in arms:
+        overrides = arm.part.overrides if arm.part and arm.part.overrides else copies.OVERRIDES
+        own = scratch / arm.name
+        own.mkdir()
+        prepared = plugin.prepare(options.source, release, overrides, own, drifted=False)
+        extra = threads | (arm.part.environ if arm.part else {})
+        environ[arm.name] = plugin.environ(prepared, fixed=arm.flag, scratch=scratch, extra=extra)
     model = scratch / "model"
     subprocess.run(
         [options.python, "-m", "engine.model", model, "--shape", options.shape],
-        env=environ[False],
+        env=environ[OFF.name],
         check=True,
         capture_output=True,
     )
@@ -145,7 +172,7 @@ def on_the_cpu(options, scratch: Path) -> Site:
     return Site(model, Shape.of(text), text["vocab_size"] - 12, environ, settings)
 
 
-def on_a_card(options) -> Site:
+def on_a_card(options, arms: list[Arm]) -> Site:
     """The vLLM and vllm-gaudi of the interpreter, as they are."""
     config = Path(options.model, "config.json")
     if config.is_file():
@@ -154,29 +181,29 @@ def on_a_card(options) -> Site:
         shape, vocabulary = Shape.of(text), text["vocab_size"]
     else:
         shape, vocabulary = (E4B if "E4B" in options.model else E2B), E2B.vocabulary
-    environ = {flag: dict(os.environ) for flag in ARMS}
+    environ = {arm.name: dict(os.environ) for arm in arms}
     # Text alone: with images allowed, vllm-gaudi v0.26.0 fails on the first batch of several prompts.
     settings = {"disable_log_stats": True, "limit_mm_per_prompt": NO_MEDIA}
     return Site(options.model, shape, vocabulary - 512, environ, settings)
 
 
 @contextmanager
-def engine(site: Site, options, cap: int, flag: bool, scratch: Path):
-    """An engine for prompts of every wanted length, with this batch cap and flag."""
+def engine(site: Site, options, cap: int, arm: Arm, scratch: Path):
+    """An engine for prompts of every wanted length, with this batch cap."""
     longest = max(options.lengths)
     settings = {
         **site.settings,
         "model": str(site.model),
-        "kv_sharing_fast_prefill": flag,
+        "kv_sharing_fast_prefill": arm.flag,
         "max_model_len": longest + DECODED + 1,
         "max_num_seqs": options.prompts,
         "max_num_batched_tokens": cap * (longest + 128),
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": options.cached_half,
         "seed": 0,
         **json.loads(options.settings),
     }
-    environ = {**site.environ[flag], "VLLM_PROMPT_BS_BUCKET_MAX": str(cap)}
-    log = scratch / f"cap-{cap}-flag-{'on' if flag else 'off'}.log"
+    environ = {**site.environ[arm.name], "VLLM_PROMPT_BS_BUCKET_MAX": str(cap)}
+    log = scratch / f"cap-{cap}-{arm.name}.log"
     running = Engine(options.python, environ, settings, site.vocabulary, log)
     try:
         yield running
@@ -184,43 +211,56 @@ def engine(site: Site, options, cap: int, flag: bool, scratch: Path):
         running.close()
 
 
-def measure(site: Site, options, scratch: Path, tell) -> list[Point]:
+def lengths(options) -> list[tuple[int, int]]:
+    """Each prompt length with how much of it is cached: nothing, and with --cached-half its first half in blocks."""
+    wanted = [(length, 0) for length in options.lengths]
+    if options.cached_half:
+        wanted += [(length, length // 2 // BLOCK * BLOCK) for length in options.lengths if length >= 2 * BLOCK]
+    return wanted
+
+
+def measure(site: Site, options, arms: list[Arm], scratch: Path, tell) -> list[Point]:
     """Every length and cap; `tell` hears of each round."""
     points = []
     for cap in options.caps:
-        rows = [Point(length, cap, options.prompts, limit(site.shape, length)) for length in options.lengths]
+        rows = []
+        for length, cached in lengths(options):
+            limits = {arm.name: arm.part.limit(site.shape, length, cached) if arm.part else 1.0 for arm in arms}
+            rows.append(Point(length, cap, options.prompts, limits, cached))
         if options.together:
             with ExitStack() as stack:
-                both = {flag: stack.enter_context(engine(site, options, cap, flag, scratch)) for flag in ARMS}
+                all_of_them = {arm: stack.enter_context(engine(site, options, cap, arm, scratch)) for arm in arms}
                 for number in range(-1, options.rounds):  # the first one warms up
-                    for flag in ARMS if number % 2 else reversed(ARMS):
-                        _round(both[flag], rows, flag, number, options)
+                    for arm in arms if number % 2 else reversed(arms):
+                        _round(all_of_them[arm], rows, arm.name, number, options)
                         tell()
         else:
-            for flag in ARMS:
-                with engine(site, options, cap, flag, scratch) as one:
+            for arm in arms:
+                with engine(site, options, cap, arm, scratch) as one:
                     for number in range(-1, options.rounds):
-                        _round(one, rows, flag, number, options)
+                        _round(one, rows, arm.name, number, options)
                         tell()
         points += rows
     return points
 
 
-def _round(one: Engine, rows: list[Point], flag: bool, number: int, options) -> None:
-    name = "on" if flag else "off"
+def _round(one: Engine, rows: list[Point], name: str, number: int, options) -> None:
     for point in rows:
-        task = {"length": point.length, "prompts": point.prompts, "seed": 1000 * point.length + number}
+        seed = 1000 * point.length + number + (500 if point.cached else 0)
+        task = {"length": point.length, "prompts": point.prompts, "seed": seed, "cached": point.cached}
         first = one.ask(**task, tokens=1)[options.clock]
         if number < 0:
             continue
         point.seconds[name].append(first)
-        if options.decode:
+        if options.decode and not point.cached:
             # Few short prompts, so that a step's own cost shows; the first token is measured apart.
             few = {**task, "prompts": min(point.prompts, 4), "length": min(point.length, 128)}
+            if options.cached_half:  # else the second of these runs would find the first one's prompts cached
+                few["length"] = min(point.length, 127)
             begun = one.ask(**few, tokens=1)[options.clock]
             whole = one.ask(**few, tokens=1 + DECODED)[options.clock]
             point.decode[name].append((whole - begun) / DECODED)
-        if options.memory and name not in point.peak:
+        if options.memory and name not in point.peak and not point.cached:
             point.peak[name] = one.ask(memory=point.length)["bytes"]
 
 
@@ -228,7 +268,11 @@ def table(points: list[Point], clock: str) -> Table:
     """clock: "wall", or "cpu" where seconds are those of the engine's threads."""
     unit = "tokens/s" if clock == "wall" else "tokens/CPU-s"
     view = Table(title="Prompt throughput, flag off and on")
-    for name in ("prompt tokens", "batch cap", f"off, {unit}", f"on, {unit}", "ratio", "limit by FLOPs", "of it"):
+    headings = ["prompt tokens", "batch cap", f"off, {unit}", f"on, {unit}", "ratio", "limit by FLOPs", "of it"]
+    has_cached = any(p.cached for p in points)
+    if has_cached:
+        headings.insert(1, "of them cached")
+    for name in headings:
         view.add_column(name, justify="right")
     extra = any(p.decode["on"] for p in points), any(p.peak for p in points)
     if extra[0]:
@@ -236,12 +280,13 @@ def table(points: list[Point], clock: str) -> Table:
     if extra[1]:
         view.add_column("peak bytes, on/off", justify="right")
     for p in points:
-        row = [str(p.length), str(p.cap), f"{p.rate('off'):,.0f}", f"{p.rate('on'):,.0f}", f"{p.ratio:.2f}"]
-        row += [f"{p.limit:.2f}", f"{p.ratio / p.limit:.0%}"]
+        row = [str(p.length), *([str(p.cached)] if has_cached else []), str(p.cap)]
+        row += [f"{p.rate('off'):,.0f}", f"{p.rate('on'):,.0f}", f"{p.ratio():.2f}"]
+        row += [f"{p.limits['on']:.2f}", f"{p.ratio() / p.limits['on']:.0%}"]
         if extra[0]:
-            row.append(f"{p.decode_ratio:.3f}")
+            row.append(f"{p.decode_ratio():.3f}" if p.decode["on"] else "")
         if extra[1]:
-            row.append(f"{p.peak['on'] / p.peak['off']:.3f}")
+            row.append(f"{p.peak['on'] / p.peak['off']:.3f}" if p.peak else "")
         view.add_row(*row)
     return view
 
@@ -252,8 +297,8 @@ def roofline(shape: Shape, points: list[Point], cards: list[Card], reached: floa
     for name in ("prompt tokens", "batch cap", "off, tokens/s", "on, tokens/s", "ratio"):
         view.add_column(name, justify="right")
     for card in cards:
-        for p in points:
-            off, on = (prompt_seconds(shape, card, p.length, p.cap, flag, reached) for flag in ARMS)
+        for p in (p for p in points if not p.cached):
+            off, on = (prompt_seconds(shape, card, p.length, p.cap, flag, reached) for flag in (False, True))
             tokens = p.length * p.cap
             rates = f"{tokens / off:,.0f}", f"{tokens / on:,.0f}"
             view.add_row(card.name, str(p.length), str(p.cap), *rates, f"{off / on:.2f}")
@@ -269,13 +314,13 @@ def plot(points: list[Point], stem: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, cap in enumerate(sorted({p.cap for p in points})):
-        rows = sorted((p for p in points if p.cap == cap), key=lambda p: p.length)
+        rows = sorted((p for p in points if p.cap == cap and not p.cached), key=lambda p: p.length)
         lengths, colour = [p.length for p in rows], f"C{number}"
         left.plot(lengths, [p.rate("off") for p in rows], "--o", color=colour, label=f"cap {cap}, off")
         left.plot(lengths, [p.rate("on") for p in rows], "-o", color=colour, label=f"cap {cap}, on")
-        right.plot(lengths, [p.ratio for p in rows], "-o", color=colour, label=f"cap {cap}")
+        right.plot(lengths, [p.ratio() for p in rows], "-o", color=colour, label=f"cap {cap}")
     lengths = sorted({p.length for p in points})
-    limits = {p.length: p.limit for p in points}
+    limits = {p.length: p.limits["on"] for p in points if not p.cached}
     right.plot(lengths, [limits[length] for length in lengths], ":", color="black", label="limit by FLOPs")
     left.set(xlabel="prompt tokens", ylabel="prompt tokens per second", ylim=(0, None))
     right.set(xlabel="prompt tokens", ylabel="on / off", ylim=(0, None))
@@ -305,6 +350,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=("wall", "cpu"),
         help="seconds to count: passed, or of the engine's own threads (default: cpu with --source, else wall)",
     )
+    parser.add_argument("--cached-half", action="store_true", help="also prompts whose first half is cached")
+    parser.add_argument("--parts", action="store_true", help="on the CPU: the fix after each patch of the series")
     parser.add_argument("--decode", action="store_true", help="measure decode steps too")
     parser.add_argument("--memory", action="store_true", help="on the CPU: peak of live tensor bytes in a prompt step")
     parser.add_argument("--settings", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
@@ -320,7 +367,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    if options.parts and not options.source:
+        parser.error("--parts goes with --source")
     options.clock = options.clock or ("cpu" if options.source else "wall")
     cards = [Card(n, float(f) * 1e12, float(m) * 1e12) for n, f, m in options.card or ()] or [GAUDI2, GAUDI3]
     bar = Progress(
@@ -332,21 +382,30 @@ def main() -> int:
     )
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder, bar:
-            task = bar.add_task("measuring", total=2 * (options.rounds + 1) * len(options.caps))
             scratch = Path(folder).resolve()
-            site = on_the_cpu(options, scratch) if options.source else on_a_card(options)
-            points = measure(site, options, scratch, lambda: bar.advance(task))
-    except (Failed, OSError, subprocess.CalledProcessError) as error:
+            arms = [OFF, ON]
+            if options.parts:
+                arms = [OFF, *(Arm(part.name, part) for part in parts_of_the_series(scratch / "series"))]
+            task = bar.add_task("measuring", total=len(arms) * (options.rounds + 1) * len(options.caps))
+            site = on_the_cpu(options, arms, scratch) if options.source else on_a_card(options, arms)
+            points = measure(site, options, arms, scratch, lambda: bar.advance(task))
+    except (Failed, GraftError, OSError, subprocess.CalledProcessError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    console.print(table(points, options.clock))
-    console.print(roofline({"E2B": E2B, "E4B": E4B}[options.bounds], points, cards, options.reached))
+    whole = {"E2B": E2B, "E4B": E4B}[options.bounds]
+    if options.parts:
+        parts = [arm.part for arm in arms if arm.part]
+        console.print(measured_table(parts, points))
+        console.print(counted_table(parts, whole, options.lengths[0]))
+    else:
+        console.print(table(points, options.clock))
+        console.print(roofline(whole, points, cards, options.reached))
     if options.json:
         options.json.write_text(json.dumps([asdict(p) for p in points], indent=2))
-    if options.plot:
+    if options.plot and not options.parts:
         plot(points, options.plot)
     return 0
 

@@ -78,29 +78,52 @@ def attention(shape: Shape, layer: int, keys: float) -> float:
     return 2 * shape.heads * head * keys
 
 
-def prompt_flops(shape: Shape, length: int, fast: bool) -> float:
+@dataclass(frozen=True)
+class Fast:
+    """What a fast prefill leaves out besides the KV-shared layers.
+
+    last_kv_layer: of the last layer with a KV cache all but query, key and value. per_layer_inputs: the projection of
+    the per-layer inputs for the layers that run on the last token only.
+    """
+
+    last_kv_layer: bool = True
+    per_layer_inputs: bool = False
+
+
+DEFAULT = Fast()
+
+
+def prompt_flops(shape: Shape, length: int, fast: Fast | None, cached: int = 0) -> float:
     """FLOPs (two per multiplication) of one prompt without padding, up to its first token.
 
-    fast: the KV-shared layers, and of the last layer before them all but query, key and value, run on one token.
+    Args:
+        length: its tokens, without those that are cached.
+        fast: what runs on the last token only; None: every layer runs on every token.
+        cached: tokens before them whose keys and values are in the KV cache.
     """
-    work = length * shape.hidden * len(shape.layer_types) * shape.per_layer  # the per-layer inputs of all layers
+    layers = len(shape.layer_types)
+    all_tokens = layers if fast is None else shape.own - fast.last_kv_layer  # layers that run on all of them
+    projected = all_tokens if fast is not None and fast.per_layer_inputs else layers
+    work = length * shape.hidden * projected * shape.per_layer
+    if projected < layers:
+        work += shape.hidden * layers * shape.per_layer  # all layers' for the last token
     for layer, kind in enumerate(shape.layer_types):
         first, rest = projections(shape, layer)
-        window = shape.window if kind == SLIDING else length
-        seen = sum(min(place + 1, window) for place in range(length)) / length  # keys per query, on average
-        last_seen = min(length, window)
-        if not fast or layer < shape.own - 1:
+        window = shape.window if kind == SLIDING else cached + length
+        seen = sum(min(place + 1, window) for place in range(cached, cached + length)) / length  # keys per query
+        last_seen = min(cached + length, window)
+        if layer < all_tokens:
             work += length * (first + rest + attention(shape, layer, seen))
-        elif layer == shape.own - 1:
+        elif layer < shape.own:
             work += length * first + rest + attention(shape, layer, last_seen)
         else:
             work += first + rest + attention(shape, layer, last_seen)
     return 2 * (work + shape.hidden * shape.vocabulary)
 
 
-def limit(shape: Shape, length: int) -> float:
+def limit(shape: Shape, length: int, fast: Fast | None = DEFAULT, cached: int = 0) -> float:
     """How many times fewer FLOPs a prompt costs with the flag."""
-    return prompt_flops(shape, length, fast=False) / prompt_flops(shape, length, fast=True)
+    return prompt_flops(shape, length, None, cached) / prompt_flops(shape, length, fast, cached)
 
 
 @dataclass(frozen=True)
@@ -123,5 +146,5 @@ def prompt_seconds(shape: Shape, card: Card, length: int, batch: int, fast: bool
     """
     weights = sum(sum(projections(shape, layer)) for layer in range(len(shape.layer_types)))
     weights += shape.hidden * shape.vocabulary
-    arithmetic = batch * prompt_flops(shape, length, fast) / (card.flops * reached)
+    arithmetic = batch * prompt_flops(shape, length, DEFAULT if fast else None) / (card.flops * reached)
     return max(arithmetic, 2 * weights / card.memory)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine that measures on demand: JSON settings as argument, then a JSON task per line, an answer per line.
 
-{"length", "prompts", "tokens", "seed"}: answers {"wall", "cpu"}, the seconds for that many random prompts and output
-tokens. {"memory": length}: answers {"bytes"}, the peak of live tensor bytes above those before, in one prompt.
+{"length", "prompts", "tokens", "seed", "cached"}: answers {"wall", "cpu"}, the seconds for that many random prompts and
+output tokens; the first `cached` tokens of all of them are the same and in the prefix cache. {"memory": length}:
+answers {"bytes"}, the peak of live tensor bytes above those before, in one prompt.
 """
 
 import json
@@ -14,9 +15,12 @@ import time
 from pathlib import Path
 
 
-def random_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[dict]:
+def random_prompts(count: int, length: int, vocabulary: int, seed: int, shared: int = 0) -> list[dict]:
+    """Prompts of `length` random tokens, the first `shared` of them the same in all."""
     draw = random.Random(seed)
-    return [{"prompt_token_ids": [draw.randrange(4, vocabulary) for _ in range(length)]} for _ in range(count)]
+    start = [draw.randrange(4, vocabulary) for _ in range(shared)]
+    own = [[draw.randrange(4, vocabulary) for _ in range(length - shared)] for _ in range(count)]
+    return [{"prompt_token_ids": start + tokens} for tokens in own]
 
 
 class Worker:
@@ -27,13 +31,17 @@ class Worker:
         self.vocabulary = vocabulary
         self.llm = LLM(**settings)
 
-    def generate(self, count: int, length: int, tokens: int, seed: int) -> dict[str, float]:
+    def generate(self, count: int, length: int, tokens: int, seed: int, cached: int = 0) -> dict[str, float]:
         """Seconds that `count` prompts of `length` random tokens take, with `tokens` output tokens each.
 
-        On the clock, and of this process's threads on the CPU, which other work on the machine does not lengthen.
+        What is cached of them is so beforehand, and that is not counted. On the clock, and of this process's threads on
+        the CPU, which other work on the machine does not lengthen.
         """
-        prompts = random_prompts(count, length, self.vocabulary, seed)
+        prompts = random_prompts(count, length, self.vocabulary, seed, cached)
         params = self.params(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        if cached:
+            start = {"prompt_token_ids": prompts[0]["prompt_token_ids"][:cached]}
+            self.llm.generate([start], self.params(max_tokens=1, detokenize=False), use_tqdm=False)
         begun = time.perf_counter(), time.process_time()
         self.llm.generate(prompts, params, use_tqdm=False)
         return {"wall": time.perf_counter() - begun[0], "cpu": time.process_time() - begun[1]}
@@ -67,7 +75,8 @@ def main() -> None:
         if "memory" in task:
             answer = {"bytes": worker.peak_bytes(task["memory"])}
         else:
-            answer = worker.generate(task["prompts"], task["length"], task["tokens"], task["seed"])
+            what = (task[name] for name in ("prompts", "length", "tokens", "seed", "cached"))
+            answer = worker.generate(*what)
         print(json.dumps(answer), file=answers)
 
 

@@ -34,18 +34,21 @@ def make(folder: Path, *, fix: bool = True, overrides: Path = copies.OVERRIDES) 
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-gaudi\nVersion: {VERSION}\n")
     (facts / "entry_points.txt").write_text(ENTRY_POINTS)
     if fix:
-        for file, text in merged_files(folder, overrides).items():
+        for file, text in merged_files(overrides).items():
             (package / file).write_text(text)
     return folder
 
 
-def merged_files(folder: Path, overrides: Path = copies.OVERRIDES) -> dict[str, str]:
-    """Merge override sources into the files below `folder`, in memory, by a release's rules; their texts by path."""
+def stock_files() -> dict[str, str]:
+    """The files of the stand-in that the fix changes, by path."""
+    return {file: (STANDIN / file).read_text() for file in copies.overridden()}
+
+
+def merged_files(overrides: Path = copies.OVERRIDES) -> dict[str, str]:
+    """Merge override sources into the stand-in's files, in memory, by a release's rules; their texts by path."""
     merged = {}
-    for file in copies.overridden(overrides):
-        pristine = (folder / "vllm_gaudi" / file).read_text()
-        override = (overrides / file).read_text()
-        merged[file] = merge(pristine, override, name=file, release="the stand-in").text
+    for file, pristine in stock_files().items():
+        merged[file] = merge(pristine, (overrides / file).read_text(), name=file, release="the stand-in").text
     return merged
 
 
