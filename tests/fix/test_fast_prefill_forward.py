@@ -203,6 +203,12 @@ def test_falls_back_to_all_layers_on_all_tokens(model, gemma, case):
 MASKED = dict(block_list=torch.zeros(1), attn_bias=torch.zeros(1, 1, S, S), window_attn_bias=torch.zeros(1, 1, S, S))
 
 
+def test_asked_for_it_does_so_in_caches_of_any_size(model, gemma):
+    gemma.layers[0].self_attn.attn.kv_cache = (torch.zeros(2), torch.zeros(2), None, None)
+    run(model, gemma, [5], S, **MASKED)
+    assert gemma.layers[4].calls[0][1].shape[0] == 1
+
+
 def test_a_prompt_with_context_takes_the_fast_path(model, gemma):
     run(model, gemma, [5], S, **MASKED)
     assert [layer.calls[0][1].shape[0] for layer in gemma.layers] == [S] * (LAYERS - SHARED) + [1] * SHARED
@@ -212,6 +218,7 @@ def test_a_prompt_with_context_takes_the_fast_path(model, gemma):
     "case, changes, reason",
     [
         ("small cache", {}, "one may be preempted"),
+        ("caches of different sizes", {}, "one may be preempted"),
         ("never", {}, "forbids it"),
         ("no mask", dict(attn_bias=None), "no masks for the context"),
         ("no window mask", dict(window_attn_bias=None), "no masks for the context"),
@@ -221,6 +228,8 @@ def test_a_prompt_with_context_falls_back_where_its_rows_are_not_known_to_be_eno
     model, gemma, case, changes, reason
 ):
     gemma.fast_prefill_context_slots = {"small cache": 2, "never": None}.get(case, 1)  # the cache has one
+    if case == "caches of different sizes":
+        gemma.layers[0].self_attn.attn.kv_cache = (torch.zeros(2), torch.zeros(2), None, None)
     run(model, gemma, [5], S, **{**MASKED, **changes})
     assert gemma.layers[4].calls[0][1].shape[0] == S
     assert reason in model.log[0]

@@ -61,8 +61,8 @@ class HpuGemma4Model(UpstreamGemma4Model):
             per_layer_inputs = self.get_per_layer_inputs(input_ids)
         attn_metadata = get_forward_context().attn_metadata
         first_shared = _first_kv_shared_layer(self.config)
-        reason = _why_not_fast_prefill(attn_metadata, positions, self.layers[first_shared].self_attn.attn.kv_cache,
-                                       self.fast_prefill_context_slots)
+        kv_caches = [layer.self_attn.attn.kv_cache for layer in self.layers]
+        reason = _why_not_fast_prefill(attn_metadata, positions, kv_caches, self.fast_prefill_context_slots)
         if reason is not None:
             if attn_metadata is not None and attn_metadata.is_prompt:
                 plugin_logger().info_once("Fast prefill: all layers run on all tokens of prompts where %s.", reason)
@@ -219,7 +219,8 @@ def _lora_mask_of(rows: torch.Tensor):
     LoraMask.setLoraMask(mask)
 
 
-def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, context_slots: int | None) -> str | None:
+def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_caches: list,
+                          context_slots: int | None) -> str | None:
     """Why the KV-shared layers must run on every token of this batch; None if one row per prompt will do.
 
     Decided from Python values and shapes alone, so that it costs no synchronisation and is the same for all the
@@ -228,14 +229,14 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, cont
     Args:
         attn_metadata: the runner's metadata for all layers.
         positions: [B, S].
-        kv_cache: what is bound to a KV-shared layer; a tuple once the runner has allocated the caches.
-        context_slots: how many slots the cache must have for prompts with context; None if they never may.
+        kv_caches: what is bound to each layer; tuples once the runner has allocated the caches.
+        context_slots: how many slots each cache must have for prompts with context; None if they never may.
     """
     if attn_metadata is None:
         return "there is no attention metadata"
     if not attn_metadata.is_prompt:
         return "the step decodes"
-    if not isinstance(kv_cache, tuple):
+    if not all(isinstance(kv_cache, tuple) for kv_cache in kv_caches):
         return "no KV cache is allocated yet"
     if attn_metadata.seq_lens_tensor is None or attn_metadata.slot_mapping is None:
         return "the runner gave no query lengths or no slot mapping"
@@ -246,9 +247,10 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_cache, cont
         return None
     if context_slots is None:
         return "earlier tokens are in the KV cache, and a KV connector or VLLM_FAST_PREFILL_WITH_CONTEXT=0 forbids it"
-    if kv_cache[0].shape[0] < context_slots:
-        return ("earlier tokens are in the KV cache (prefix-cache hits, later chunks), which is too small for "
-                "max_num_seqs requests of max_model_len tokens, so that one may be preempted")
+    slots = {kv_cache[0].shape[0] for kv_cache in kv_caches}
+    if context_slots > 0 and (len(slots) > 1 or min(slots) < context_slots):  # if they differ, not all are given out
+        return ("earlier tokens are in the KV cache (prefix-cache hits, later chunks), which is not known to have room "
+                "for max_num_seqs requests of max_model_len tokens, so that one may be preempted")
     if positions.shape[0] != 1:
         return "several prompts with context share a batch"
     if attn_metadata.attn_bias is None or attn_metadata.window_attn_bias is None:
