@@ -145,6 +145,7 @@ def on_the_cpu(options, arms: list[Arm], scratch: Path) -> Site:
         raise Failed(f"{options.source} does not tell which release it is of; name it with --release")
     # A thread that waits for another must not count as work.
     threads = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE", "HPU_ON_CPU_GIB": "8"}
+    threads["HPU_ON_CPU_ATTENTION"] = "fused"  # a card's attention is fused, too
     environ = {}
     for arm in arms:
         overrides = arm.part.overrides if arm.part and arm.part.overrides else copies.OVERRIDES

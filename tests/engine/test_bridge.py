@@ -85,6 +85,22 @@ torch.testing.assert_close(ours, theirs)
 """)
 
 
+def test_attention_by_torchs_fused_kernel_is_the_same():
+    runs("""
+import os
+
+q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+mask = torch.zeros(2, 1, 9, 9).masked_fill(torch.rand(2, 1, 9, 9) < 0.3, float("-inf"))
+mask[0, 0, 4] = float("-inf")
+given = (q, k, v, mask, 0.0, True, 0.5, "fast", None, torch.tensor([7, 9]), "right")
+ours = FusedSDPA.apply(*given, window_size=(5, 0))
+os.environ["HPU_ON_CPU_ATTENTION"] = "fused"
+fused = FusedSDPA.apply(*given, window_size=(5, 0))
+torch.testing.assert_close(fused, ours)
+assert torch.equal(fused[0, :, 4], torch.zeros(4, 8))
+""")
+
+
 def test_attention_that_sees_no_key_gives_zeros():
     runs("""
 q = k = v = torch.randn(1, 1, 2, 8)

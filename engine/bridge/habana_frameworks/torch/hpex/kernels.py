@@ -2,6 +2,7 @@
 """The fused attention and rotary kernels, as their definitions say and in float32."""
 
 import enum
+import os
 
 import torch
 
@@ -48,6 +49,8 @@ class FusedSDPA:
         own place, with `window_size` (left, _) only the `left` last ones; a query that sees no key
         gives zeros. Refused, because the kernel's behaviour is not known here: dropout, sinks, left
         padding, and a causal mask over unequal query and key lengths.
+
+        HPU_ON_CPU_ATTENTION=fused: by torch's fused kernel, which is quick and rounds in the query's dtype.
         """
         places, keys = query.shape[-2], key.shape[-2]
         if dropout_p or sinks is not None:
@@ -56,13 +59,7 @@ class FusedSDPA:
             raise NotImplementedError("attention kernel: valid lengths with left padding")
         if is_causal and places != keys:
             raise NotImplementedError(f"attention kernel: causal over {places} queries, {keys} keys")
-        groups = query.shape[1] // key.shape[1]
-        key = key.repeat_interleave(groups, dim=1).float()
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        scores = query.float() @ key.transpose(-1, -2) * scale
-        if attn_mask is not None:
-            scores = scores + attn_mask.float()
-
         at = torch.arange(places, device=query.device).view(-1, 1) + (keys - places)
         seen = torch.arange(keys, device=query.device).view(1, -1)
         hidden = torch.zeros(places, keys, dtype=torch.bool, device=query.device)
@@ -70,10 +67,18 @@ class FusedSDPA:
             hidden = hidden | (seen > at)
         if window_size is not None and window_size[0] >= 0:
             hidden = hidden | (seen <= at - window_size[0])
-        scores = scores.masked_fill(hidden, float("-inf"))
         if valid_seq_lengths is not None:
-            beyond = seen.view(1, 1, 1, -1) >= valid_seq_lengths.view(-1, 1, 1, 1)
-            scores = scores.masked_fill(beyond, float("-inf"))
-        weights = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+            hidden = hidden | (seen.view(1, 1, 1, -1) >= valid_seq_lengths.view(-1, 1, 1, 1))
+        given = torch.zeros((), device=query.device) if attn_mask is None else attn_mask.float()
+        mask = torch.where(hidden, float("-inf"), given)
+        if os.environ.get("HPU_ON_CPU_ATTENTION") == "fused":
+            mask = mask.to(query.dtype)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
+            )
+            return out.nan_to_num(0.0)
+        groups = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(groups, dim=1).float()
+        weights = torch.softmax(query.float() @ key.transpose(-1, -2) * scale + mask, dim=-1).nan_to_num(0.0)
         value = value.repeat_interleave(groups, dim=1).float()
         return (weights @ value).to(query.dtype)
