@@ -21,6 +21,7 @@ BRINGS = {
     "last-kv-layer": {"last_kv_layer": True},
     "context": {"context": True},
     "text-only": {"text_only": True},
+    "prompt-logprobs": {"refuses": True},
     "per-layer-inputs": {
         "per_layer_inputs": True,
         "environ": {"VLLM_FAST_PREFILL_SPLIT_PER_LAYER_INPUTS": "1"},
@@ -42,6 +43,7 @@ class Part:
     last_kv_layer: bool = True
     context: bool = True
     text_only: bool = True
+    refuses: bool = True  # prompt_logprobs, which would be wrong
     per_layer_inputs: bool = False
 
     def limit(self, shape: Shape, length: int, cached: int = 0, *, lora: bool = False) -> float:
@@ -65,7 +67,8 @@ def parts_of_the_series(folder: Path) -> list[Part]:
     from demo.plugin import merged_files, stock_files
     from graft import series
 
-    part = Part("off", frees_buffers=False, lora=False, last_kv_layer=False, context=False, text_only=False)
+    nothing = dict.fromkeys(("frees_buffers", "lora", "last_kv_layer", "context", "text_only", "refuses"), False)
+    part = Part("off", **nothing)
     stock = sum(text.count("\n") for text in stock_files().values())
     found = []
     for stage in series.stages():
@@ -106,7 +109,7 @@ def counted_table(parts: list[Part], shape: Shape, length: int) -> Table:
     """A row per part: times fewer FLOPs of a whole model's prompt, the buffers left, and the lines the part costs."""
     view = Table(title=f"The fix after each patch, counted: times fewer FLOPs of a prompt of {length} tokens")
     view.add_column("after the patch", no_wrap=True)
-    for heading in ("prompt", "cached half", "LoRA server", "text-only", "buffers, MB", "lines"):
+    for heading in ("prompt", "cached half", "LoRA server", "text-only", "buffers, MB", "prompt_logprobs", "lines"):
         view.add_column(heading, justify="right")
     before = 0
     for part in parts:
@@ -114,6 +117,7 @@ def counted_table(parts: list[Part], shape: Shape, length: int) -> Table:
         row = [part.name, f"{ratio:.2f}", f"{part.limit(shape, length, length // 2):.2f}"]
         row += [f"{part.limit(shape, length, lora=True):.2f}", f"{ratio:.2f}" if part.text_only else "fails"]
         row += [f"{0 if part.frees_buffers else buffer_bytes(shape, BATCHED_TOKENS) / 1e6:.0f}"]
-        view.add_row(*row, f"+{part.lines - before}")
+        row += ["refused" if part.refuses else "let in", f"+{part.lines - before}"]
+        view.add_row(*row)
         before = part.lines
     return view

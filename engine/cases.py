@@ -582,9 +582,9 @@ CASES = (
     ),
     Case(
         "prompt-logprobs",
-        "prompt logprobs asked for offline",
+        "prompt logprobs asked for offline are refused",
         prompt_logprobs,
-        {PROMPT: ALL, DECODE: ALL},
+        refusal="prompt_logprobs cannot be had with --kv-sharing-fast-prefill",
         stock_fault="mat1 and mat2 shapes cannot be multiplied",
     ),
     Case(

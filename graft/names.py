@@ -64,6 +64,11 @@ RELIED_ON: Mapping[str, Relied] = {
                 **_attributes("model"),
             },
         ),
+        (
+            "vllm/v1/engine/input_processor.py",
+            "InputProcessor",
+            {"process_inputs": ("request_id", "prompt", "params"), **_attributes("vllm_config")},
+        ),
         ("vllm/model_executor/models/registry.py", "_ModelRegistry", {"register_model": ()}),
         (ATTENTION, "Attention", _attributes("kv_cache kv_cache_dtype impl")),
         (

@@ -73,6 +73,11 @@ class CausalLM:
         return input_ids, positions, intermediate_tensors, inputs_embeds, kwargs
 
 
+def given(self, *args, **kwargs):
+    """What an input processor does with a request: hands it on."""
+    return args, kwargs
+
+
 class PagedAttention:
     @staticmethod
     def split_kv_cache(kv_cache, num_kv_heads, head_size):
@@ -134,6 +139,9 @@ def model():
             ModelRegistry=types.SimpleNamespace(register_model=registered.__setitem__)
         ),
         vllm__sequence=dict(IntermediateTensors=object),
+        vllm__v1={},
+        vllm__v1__engine={},
+        vllm__v1__engine__input_processor=dict(InputProcessor=type("InputProcessor", (), dict(process_inputs=given))),
         vllm_gaudi={},
         vllm_gaudi__extension={},
         vllm_gaudi__extension__logger=dict(logger=lambda: logger),

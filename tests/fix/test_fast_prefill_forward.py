@@ -604,3 +604,35 @@ def test_else_it_is_the_base_class(gemma, text_model, why):
     ids = torch.arange(6).view(2, 3)
     assert made.forward(ids, torch.zeros(2, 3))[0] is ids
     assert not made.patched
+
+
+# Prompt logprobs.
+
+
+@pytest.fixture
+def processor(model):
+    """vLLM's front door, as the model's module leaves it."""
+    made = model.InputProcessor()
+    made.vllm_config = types.SimpleNamespace(cache_config=types.SimpleNamespace(kv_sharing_fast_prefill=True))
+    return made
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_requests_for_prompt_logprobs_are_refused_with_the_flag(processor, count):
+    asked = types.SimpleNamespace(prompt_logprobs=count)
+    with pytest.raises(ValueError, match="prompt_logprobs cannot be had with --kv-sharing-fast-prefill"):
+        processor.process_inputs("id", "prompt", asked)
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        processor.process_inputs("id", "prompt", params=asked, priority=1)
+
+
+@pytest.mark.parametrize("why", ["no flag", "not asked for", "pooling"])
+def test_other_requests_are_handed_on(processor, why):
+    processor.vllm_config.cache_config.kv_sharing_fast_prefill = why != "no flag"
+    params = types.SimpleNamespace(prompt_logprobs=3 if why == "no flag" else None)
+    if why == "pooling":
+        params = types.SimpleNamespace()  # has none
+    assert processor.process_inputs("id", "prompt", params, ("generate",), priority=1) == (
+        ("id", "prompt", params, ("generate",)),
+        {"priority": 1},
+    )

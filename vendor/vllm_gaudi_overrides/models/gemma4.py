@@ -15,6 +15,7 @@ those of a server that never preempts.
 
 import os
 from contextlib import contextmanager
+from functools import wraps
 from itertools import islice
 
 import torch
@@ -28,6 +29,7 @@ from vllm.model_executor.models.gemma4 import (
 from vllm.model_executor.models.gemma4 import Gemma4DecoderLayer
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sequence import IntermediateTensors
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm_gaudi.extension.logger import logger as plugin_logger
 from vllm_gaudi.extension.ops import LoraMask
 from vllm_gaudi_overrides.merging import added, before
@@ -337,6 +339,23 @@ def _why_fast_prefill_is_off(model: UpstreamGemma4Model, vllm_config: VllmConfig
     return None
 
 
+def _refuse_prompt_logprobs(processor: type[InputProcessor]) -> None:
+    """Have requests that ask for prompt_logprobs refused with the flag: they would come from rows that skipped layers.
+
+    vLLM's server refuses them itself; LLM.generate does not.
+    """
+    process_inputs = processor.process_inputs
+
+    @wraps(process_inputs)
+    def process_checked_inputs(self, request_id, prompt, params, *args, **kwargs):
+        if (self.vllm_config.cache_config.kv_sharing_fast_prefill
+                and getattr(params, "prompt_logprobs", None) is not None):
+            raise ValueError("prompt_logprobs cannot be had with --kv-sharing-fast-prefill: drop one of the two.")
+        return process_inputs(self, request_id, prompt, params, *args, **kwargs)
+
+    processor.process_inputs = process_checked_inputs
+
+
 @before
 def _apply_hpu_gemma4_patches(language_model: nn.Module) -> None:
     _configure_fast_prefill(language_model.model, get_current_vllm_config())
@@ -376,3 +395,4 @@ class HpuGemma4ForCausalLM(UpstreamGemma4ForCausalLM):
 
 
 ModelRegistry.register_model("Gemma4ForCausalLM", HpuGemma4ForCausalLM)
+_refuse_prompt_logprobs(InputProcessor)
