@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -59,8 +58,8 @@ class Point:
     prompts: int
     limits: dict[str, float]
     cached: int = 0
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    decode: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    decode: dict[str, list[float]] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
 
     def rate(self, arm: str) -> float:
@@ -72,7 +71,7 @@ class Point:
 
     def decode_ratio(self, arm: str = ON.name) -> float | None:
         """Median seconds of a decode step, by those of the first arm."""
-        if not self.decode[arm]:
+        if arm not in self.decode:
             return None
         return statistics.median(self.decode[arm]) / statistics.median(self.decode[OFF.name])
 
@@ -167,6 +166,7 @@ def on_the_cpu(options, arms: list[Arm], scratch: Path) -> Site:
         "num_gpu_blocks_override": 4 * blocks,  # for each group of layers with one block table
         "dtype": options.dtype,
         "enforce_eager": True,
+        "enable_chunked_prefill": False,  # a prompt that is left over from a step would be one with context
         "limit_mm_per_prompt": NO_MEDIA,
         "disable_log_stats": True,
     }
@@ -252,7 +252,7 @@ def _round(one: Engine, rows: list[Point], name: str, number: int, options) -> N
         first = one.ask(**task, tokens=1)[options.clock]
         if number < 0:
             continue
-        point.seconds[name].append(first)
+        point.seconds.setdefault(name, []).append(first)
         if options.decode and not point.cached:
             # Few short prompts, so that a step's own cost shows; the first token is measured apart.
             few = {**task, "prompts": min(point.prompts, 4), "length": min(point.length, 128)}
@@ -260,7 +260,7 @@ def _round(one: Engine, rows: list[Point], name: str, number: int, options) -> N
                 few["length"] = min(point.length, 127)
             begun = one.ask(**few, tokens=1)[options.clock]
             whole = one.ask(**few, tokens=1 + DECODED)[options.clock]
-            point.decode[name].append((whole - begun) / DECODED)
+            point.decode.setdefault(name, []).append((whole - begun) / DECODED)
         if options.memory and name not in point.peak and not point.cached:
             point.peak[name] = one.ask(memory=point.length)["bytes"]
 
@@ -275,7 +275,7 @@ def table(points: list[Point], clock: str) -> Table:
         headings.insert(1, "of them cached")
     for name in headings:
         view.add_column(name, justify="right")
-    extra = any(p.decode["on"] for p in points), any(p.peak for p in points)
+    extra = any(p.decode for p in points), any(p.peak for p in points)
     if extra[0]:
         view.add_column("decode step, on/off", justify="right")
     if extra[1]:
@@ -285,7 +285,7 @@ def table(points: list[Point], clock: str) -> Table:
         row += [f"{p.rate('off'):,.0f}", f"{p.rate('on'):,.0f}", f"{p.ratio():.2f}"]
         row += [f"{p.limits['on']:.2f}", f"{p.ratio() / p.limits['on']:.0%}"]
         if extra[0]:
-            row.append(f"{p.decode_ratio():.3f}" if p.decode["on"] else "")
+            row.append(f"{p.decode_ratio():.3f}" if p.decode else "")
         if extra[1]:
             row.append(f"{p.peak['on'] / p.peak['off']:.3f}" if p.peak else "")
         view.add_row(*row)
@@ -352,7 +352,9 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds to count: passed, or of the engine's own threads (default: cpu with --source, else wall)",
     )
     parser.add_argument("--cached-half", action="store_true", help="also prompts whose first half is cached")
-    parser.add_argument("--parts", action="store_true", help="on the CPU: the fix after each patch of the series")
+    parser.add_argument(
+        "--parts", nargs="*", metavar="PATCH", help="on the CPU: the fix after each patch of the series, or after these"
+    )
     parser.add_argument("--decode", action="store_true", help="measure decode steps too")
     parser.add_argument("--memory", action="store_true", help="on the CPU: peak of live tensor bytes in a prompt step")
     parser.add_argument("--settings", default="{}", metavar="JSON", help="further arguments of vllm.LLM")
@@ -370,7 +372,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     parser = _parser()
     options = parser.parse_args()
-    if options.parts and not options.source:
+    if options.parts is not None and not options.source:
         parser.error("--parts goes with --source")
     options.clock = options.clock or ("cpu" if options.source else "wall")
     cards = [Card(n, float(f) * 1e12, float(m) * 1e12) for n, f, m in options.card or ()] or [GAUDI2, GAUDI3]
@@ -385,8 +387,12 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder, bar:
             scratch = Path(folder).resolve()
             arms = [OFF, ON]
-            if options.parts:
-                arms = [OFF, *(Arm(part.name, part) for part in parts_of_the_series(scratch / "series"))]
+            if options.parts is not None:
+                parts = parts_of_the_series(scratch / "series")
+                unknown = set(options.parts) - {part.name for part in parts}
+                if unknown:
+                    raise Failed(f"{unknown.pop()} is no patch of the series: {', '.join(p.name for p in parts)}")
+                arms = [OFF, *(Arm(p.name, p) for p in parts if not options.parts or p.name in options.parts)]
             task = bar.add_task("measuring", total=len(arms) * (options.rounds + 1) * len(options.caps))
             site = on_the_cpu(options, arms, scratch) if options.source else on_a_card(options, arms)
             points = measure(site, options, arms, scratch, lambda: bar.advance(task))
@@ -397,16 +403,15 @@ def main() -> int:
     if not console.is_terminal:
         console.width = 120
     whole = {"E2B": E2B, "E4B": E4B}[options.bounds]
-    if options.parts:
-        parts = [arm.part for arm in arms if arm.part]
-        console.print(measured_table(parts, points))
+    if options.parts is not None:
+        console.print(measured_table([arm.part for arm in arms if arm.part], points))
         console.print(counted_table(parts, whole, options.lengths[0]))
     else:
         console.print(table(points, options.clock))
         console.print(roofline(whole, points, cards, options.reached))
     if options.json:
         options.json.write_text(json.dumps([asdict(p) for p in points], indent=2))
-    if options.plot and not options.parts:
+    if options.plot and options.parts is None:
         plot(points, options.plot)
     return 0
 

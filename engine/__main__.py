@@ -2,6 +2,7 @@
 """Serve the test model with the real plugin, flag off and on, and print a table of what was equal."""
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +21,7 @@ from engine import faults
 from engine.cases import BY_NAME, CASES, Case
 from engine.compare import Verdict, judge
 from engine.runs import Runs, prepare
-from graft import copies
+from graft import copies, series
 from graft.errors import GraftError
 
 
@@ -86,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", action="append", choices=BY_NAME, help="only this; repeatable")
     parser.add_argument("--quick", action="store_true", help="only the cases that say the most")
     parser.add_argument("--overrides", type=Path, default=copies.OVERRIDES, help="another folder of override sources")
+    parser.add_argument(
+        "--patch",
+        metavar="NAME",
+        help="the fix after this patch of vendor/upstream/series; all layers may run anywhere",
+    )
     parser.add_argument("--allow-drift", action="store_true", help="go by the anchors where a pinned file differs")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="interpreter that has vLLM")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at once")
@@ -110,6 +116,14 @@ def main() -> int:
     cases = [BY_NAME[name] for name in options.case or ()] or list(CASES)
     if options.quick:
         cases = [case for case in cases if case.quick]
+    stage = None
+    if options.patch:
+        so_far = list(itertools.takewhile(lambda stage: stage.name <= options.patch, series.stages()))
+        if not so_far or so_far[-1].name != options.patch:
+            parser.error(f"--patch is one of {', '.join(stage.name for stage in series.stages())}")
+        stage = so_far[-1]
+        brought = {stage.name.partition("-")[2] for stage in so_far}
+        cases = [replace(case, may_fall_back=True) for case in cases if not case.since or case.since in brought]
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -125,7 +139,7 @@ def main() -> int:
                 options.source,
                 scratch,
                 release=options.release,
-                overrides=options.overrides,
+                overrides=stage.write(scratch / "stage") if stage else options.overrides,
                 allow_drift=options.allow_drift,
                 python=options.python,
             ) as runs:

@@ -53,6 +53,8 @@ class Case:
     same_caches: bool = True  # every KV cache equal to the bit
     tolerance: float = 1e-4  # of a sampled logit, which lies in (-30, 30)
     quick: bool = False
+    since: str = ""  # the patch of the series that brings it, where it fails without that one
+    may_fall_back: bool = False  # all layers are right as well: for the fix after the series' first patches
 
 
 # What is served. `engine` is an engine.arm.Engine.
@@ -204,14 +206,35 @@ def structured_answers(engine):
     engine.greedy([prompt(70)])
 
 
-def an_image(engine):
+def _picture():
     from PIL import Image
 
     picture = Image.new("RGB", (96, 64))
     picture.putdata([(x * 2, y * 3, (x * y) % 256) for y in range(64) for x in range(96)])
+    return picture
+
+
+def an_image(engine):
     tokens = [*prompt(30), SPECIAL_TOKENS["<|image|>"], *prompt(60)[1:]]
-    engine.greedy([tokens], images=[picture])
+    engine.greedy([tokens], images=[_picture()])
     engine.greedy([prompt(150)])
+
+
+def an_image_with_context(engine):
+    """The second time the image and what follows it are cached; the third the image comes after a cached start."""
+    tokens = [*prompt(30), SPECIAL_TOKENS["<|image|>"], *prompt(230)[1:]]
+    engine.greedy([tokens], images=[_picture()])
+    engine.greedy([[*tokens, *prompt(40, seed=40)[1:]]], images=[_picture()])
+    start = prompt(2 * WINDOW)
+    engine.greedy([start])
+    engine.greedy([[*start, SPECIAL_TOKENS["<|image|>"], *prompt(60)[1:]]], images=[_picture()])
+
+
+def an_adapter_with_context(engine):
+    start = prompt(WINDOW + 40)
+    for _ in range(2):
+        engine.greedy([start], adapters=[True])
+    engine.greedy([start + prompt(60, seed=60)[1:]], adapters=[True])
 
 
 def a_padded_batch_split(engine):
@@ -331,6 +354,7 @@ CASES = (
         settings=WIDE,
         environ={**CAP_8, **SPLIT},
         same_caches=False,
+        since="per-layer-inputs",
     ),
     Case(
         "split-inputs-image",
@@ -339,6 +363,7 @@ CASES = (
         environ=SPLIT,
         text_only=False,
         same_caches=False,
+        since="per-layer-inputs",
     ),
     Case(
         "small-pool",
@@ -408,11 +433,26 @@ CASES = (
         quick=True,
     ),
     Case(
+        "image-context",
+        "image prompts with a prefix-cache hit, before and behind the image",
+        an_image_with_context,
+        WITH_CONTEXT,
+        settings={"enable_prefix_caching": True},
+        text_only=False,
+    ),
+    Case(
         "lora",
         "LoRA: one request with an adapter, one without",
         with_and_without_adapter,
         settings={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1},
         quick=True,
+    ),
+    Case(
+        "lora-context",
+        "LoRA and prefix-cache hits",
+        an_adapter_with_context,
+        WITH_CONTEXT,
+        settings={"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "enable_prefix_caching": True},
     ),
     Case(
         "lora-idle",
@@ -522,6 +562,7 @@ CASES = (
         a_mixed_batch_and_a_hit,
         WITH_CONTEXT,
         settings={"hf_overrides": {"architectures": ["Gemma4ForCausalLM"]}, "enable_prefix_caching": True},
+        since="text-only",
     ),
     Case(
         "text-checkpoint",
@@ -530,6 +571,7 @@ CASES = (
         WITH_CONTEXT,
         settings={"enable_prefix_caching": True},
         second=Arm(fixed=True, flag=True, checkpoint="text"),
+        since="text-only",
     ),
     Case(
         "text-checkpoint-off",
@@ -586,6 +628,7 @@ CASES = (
         prompt_logprobs,
         refusal="prompt_logprobs cannot be had with --kv-sharing-fast-prefill",
         stock_fault="mat1 and mat2 shapes cannot be multiplied",
+        since="prompt-logprobs",
     ),
     Case(
         "flag-off",

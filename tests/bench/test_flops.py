@@ -3,6 +3,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 
@@ -128,6 +129,11 @@ def test_tables_show_what_was_measured_beside_its_limit(points):
     assert len(table(points, "wall").columns) == 9
     assert table(points, "cpu").row_count == 2
     assert roofline(E2B, points, [GAUDI2, GAUDI3], 0.5).row_count == 4
+
+
+def test_points_are_written_as_json(points):
+    [first, _] = json.loads(json.dumps([dataclasses.asdict(point) for point in points]))
+    assert first["seconds"]["off"] == [3.0, 9.0, 2.0] and first["cached"] == 0
 
 
 def test_a_plot_is_written_as_png_and_svg(points, tmp_path):
