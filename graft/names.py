@@ -54,7 +54,7 @@ RELIED_ON: Mapping[str, Relied] = {
         (
             GEMMA4,
             "Gemma4Attention",
-            _attributes("attn rotary_emb qkv_proj q_size kv_size k_norm v_norm num_kv_heads head_dim"),
+            _attributes("attn rotary_emb qkv_proj q_size k_norm v_norm num_kv_heads head_dim"),
         ),
         (
             GEMMA4,

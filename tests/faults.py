@@ -106,11 +106,17 @@ FAULTS = (
     ),
     Fault(
         "the last KV layer writes keys without rotary embedding",
-        ((MODEL, "        key = attention.rotary_emb(positions, key, None)[0]\n", ""),),
+        (
+            (
+                MODEL,
+                "attention.rotary_emb(positions, attention.k_norm(key).flatten(-2), None)[0]",
+                "attention.k_norm(key).flatten(-2)",
+            ),
+        ),
     ),
     Fault(
         "the last KV layer writes values without their norm",
-        ((MODEL, "value = attention.v_norm(", "value = ("),),
+        ((MODEL, "write_prompt_kv(key, attention.v_norm(value),", "write_prompt_kv(key, value,"),),
     ),
     Fault(
         "the LoRA mask keeps the batch's rows",

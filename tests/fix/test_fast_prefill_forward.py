@@ -410,7 +410,6 @@ def kv_layer(model):
     layer.self_attn = types.SimpleNamespace(
         qkv_proj=lambda states: (states @ weight.T, None),
         q_size=heads * head_dim,
-        kv_size=kv_heads * head_dim,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         k_norm=lambda key: key + 10,

@@ -119,9 +119,9 @@ class HpuGemma4Model(UpstreamGemma4Model):
                                                    per_layer_inputs.index_select(0, rows))
         first_inputs = per_layer_inputs[:, :first_on_rows]
         weight = self.per_layer_model_projection.weight[:first_inputs[0].numel()]
-        projected = nn.functional.linear(inputs_embeds, weight).view(first_inputs.shape)
-        projected = self.per_layer_projection_norm(projected * self.per_layer_projection_scale)
-        return (projected + first_inputs) * self.per_layer_input_scale, row_inputs
+        first_rows = nn.functional.linear(inputs_embeds, weight).mul(self.per_layer_projection_scale)
+        first_rows = self.per_layer_projection_norm(first_rows.view(first_inputs.shape))
+        return first_rows.add(first_inputs).mul(self.per_layer_input_scale), row_inputs
 
     def _can_split_per_layer_inputs(self, inputs_embeds: torch.Tensor, per_layer_inputs: torch.Tensor | None) -> bool:
         """Whether that is asked for, and the projection is a plain matrix: neither quantised nor spread over ranks."""
@@ -170,12 +170,11 @@ class HpuGemma4LastKVDecoderLayer(Gemma4DecoderLayer):
         hundredth of the prompt's work, and round K/V in another way than without the flag.
         """
         attention = self.self_attn
-        qkv, _ = attention.qkv_proj(hidden_states)
-        _, key, value = qkv.split([attention.q_size, attention.kv_size, attention.kv_size], dim=-1)
-        key = attention.k_norm(key.unflatten(-1, (attention.num_kv_heads, attention.head_dim))).flatten(-2)
-        key = attention.rotary_emb(positions, key, None)[0]
-        value = attention.v_norm(value.unflatten(-1, (attention.num_kv_heads, attention.head_dim)))
-        attention.attn.impl.write_prompt_kv(key, value, attention.attn.kv_cache, get_forward_context().attn_metadata)
+        projected = attention.qkv_proj(hidden_states)[0][..., attention.q_size:]
+        key, value = projected.unflatten(-1, (2, attention.num_kv_heads, attention.head_dim)).unbind(-3)
+        key = attention.rotary_emb(positions, attention.k_norm(key).flatten(-2), None)[0]
+        attention.attn.impl.write_prompt_kv(key, attention.v_norm(value), attention.attn.kv_cache,
+                                            get_forward_context().attn_metadata)
 
 
 def _first_kv_shared_layer(config) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one query per prompt on the KV-shared layers of a fast prefill.
+"""Attention of one query per prompt in a fast prefill.
 
-Why: with --kv-sharing-fast-prefill the KV-shared layers of Gemma 4 get one row per prompt, its last token, while the
+Why: with --kv-sharing-fast-prefill the last layers of Gemma 4 get one row per prompt, its last token, while the
 metadata still describes the whole padded prompts.
-How: that query attends to its prompt's K/V where the target layer has just written them, at the prompt's slots. Local
-keys and values are never looked at: they are absent (vllm#54917) or, before that, neither normalised nor rotated.
+How: that query attends to its prompt's K/V where they have just been written, at the prompt's slots. Local keys and
+values are never looked at: a KV-shared layer has none (vllm#54917), or ones that were neither normalised nor rotated.
 Related: vllm-gaudi#1786 (the same read-back for whole prompts).
 Future: the plugin's fused attention could take this over once it masks by query length for a single query.
 """
@@ -50,10 +50,9 @@ class HPUAttentionImpl(AttentionImpl, torch.nn.Module):
             kv_cache: this layer's own.
             attn_metadata: slot_mapping [B, S].
         """
-        key_cache, value_cache, k_scales, v_scales = HPUPagedAttention.split_kv_cache(
-            kv_cache, self.num_kv_heads, self.head_size)
-        for write, states, cache, scales in ((self.k_cache, key, key_cache, k_scales), (self.v_cache, value,
-                                                                                        value_cache, v_scales)):
+        parts = HPUPagedAttention.split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
+        writes = (self.k_cache, self.v_cache)
+        for write, states, cache, scales in zip(writes, (key, value), parts[:2], parts[2:], strict=True):
             write(states.reshape(-1, self.num_kv_heads, self.head_size).to(cache.dtype),
                   cache,
                   attn_metadata.slot_mapping.flatten(),
@@ -67,11 +66,12 @@ class HPUAttentionImpl(AttentionImpl, torch.nn.Module):
         kv_cache: tuple,
         attn_metadata: HPUAttentionMetadata,
     ) -> torch.Tensor:
-        """Attention of each prompt's last token on a KV-shared layer.
+        """Attention of each prompt's last token.
 
         Args:
             query: [B, num_heads * head_size], one row per prompt.
-            kv_cache: the target layer's key and value cache, each [slots, num_kv_heads, head_size], and their scales.
+            kv_cache: the layer's or its target's key and value cache, each [slots, num_kv_heads, head_size], and their
+                scales.
             attn_metadata: of the whole prompts: slot_mapping [B, S], seq_lens_tensor [B] (query lengths), and the block
                 lists and masks of a prompt with context (B = 1).
         Returns:
@@ -86,9 +86,8 @@ class HPUAttentionImpl(AttentionImpl, torch.nn.Module):
             raise NotImplementedError("Fast prefill cannot read an FP8 KV cache: drop --kv-sharing-fast-prefill.")
         block_list, mask = attn_metadata.block_list, attn_metadata.attn_bias
         if block_list is not None and self.sliding_window:
-            mask = attn_metadata.window_attn_bias
-            if attn_metadata.window_block_list is not None:
-                block_list = attn_metadata.window_block_list
+            windowed, mask = attn_metadata.window_block_list, attn_metadata.window_attn_bias
+            block_list = block_list if windowed is None else windowed
         slots, bias = _last_token_keys(attn_metadata.slot_mapping, attn_metadata.seq_lens_tensor, self.sliding_window,
                                        block_list, attn_metadata.block_size, mask)
         grouped_query = query.view(-1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
