@@ -2,7 +2,6 @@
 """Serve the test model with the real plugin, flag off and on, and print a table of what was equal."""
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -118,9 +117,11 @@ def main() -> int:
         cases = [case for case in cases if case.quick]
     stage = None
     if options.patch:
-        so_far = list(itertools.takewhile(lambda stage: stage.name <= options.patch, series.stages()))
-        if not so_far or so_far[-1].name != options.patch:
-            parser.error(f"--patch is one of {', '.join(stage.name for stage in series.stages())}")
+        known = series.stages()
+        names = [stage.name for stage in known]
+        if options.patch not in names:
+            parser.error(f"--patch is one of {', '.join(names)}")
+        so_far = known[: names.index(options.patch) + 1]
         stage = so_far[-1]
         brought = {stage.name.partition("-")[2] for stage in so_far}
         cases = [replace(case, may_fall_back=True) for case in cases if not case.since or case.since in brought]

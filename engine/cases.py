@@ -273,6 +273,26 @@ def prompt_logprobs(engine):
 # Blocks in which four requests of 1,024 tokens and a block more each leave one over, vLLM's null block. The plugin adds
 # one for padding.
 ROOMY = 4 * (1024 // 128 + 1) + 1
+
+
+def one_token_beside_a_prompt(engine):
+    engine.greedy([prompt(512, seed=5), prompt(1)])
+    _must_have_sampled_several(engine, PROMPT)
+
+
+def one_token_behind_a_hit(engine):
+    hit = prompt(2 * WINDOW + 1)
+    engine.greedy([hit])
+    engine.greedy([prompt(512, seed=5), hit])
+    _must_have_sampled_several(engine, CONTEXT)
+
+
+def _must_have_sampled_several(engine, kind):
+    if all(f["sampled"] <= f["batch"] for f in engine.collect()[0] if f["kind"] == kind):
+        raise RuntimeError(f"no {kind} forward sampled several tokens of a prompt: this case shows nothing")
+
+
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 ASKED = {"VLLM_FAST_PREFILL_WITH_CONTEXT": "1"}
 CONNECTOR = {
     "kv_transfer_config": {
@@ -489,15 +509,24 @@ CASES = (
     ),
     Case(
         "ngram",
-        "n-gram speculation: decode forwards with several rows, all needed",
+        "n-gram speculation: decode forwards with several rows; the flag has no effect",
         repetitions,
-        settings={
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 3,
-            }
-        },
+        {PROMPT: ALL, DECODE: ALL},
+        settings=NGRAM,
+    ),
+    Case(
+        "ngram-one-token",
+        "n-gram speculation: a prompt of one token is padded with drafts, and all its rows are sampled",
+        one_token_beside_a_prompt,
+        {PROMPT: ALL, DECODE: ALL},
+        settings={**NGRAM, "max_num_batched_tokens": 512},
+    ),
+    Case(
+        "ngram-hit",
+        "n-gram speculation: the same of a prompt that is cached but for its last token",
+        one_token_behind_a_hit,
+        {PROMPT: ALL, CONTEXT: ALL, DECODE: ALL},
+        settings={**NGRAM, "max_num_batched_tokens": 512, "enable_prefix_caching": True},
     ),
     Case(
         "warm-up",

@@ -2,6 +2,7 @@
 """Makes the patches to send upstream, as `git am` takes them, and the text of the pull request beside them."""
 
 import argparse
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ from graft.releases import PACKAGE, Tree
 from graft.series import UPSTREAM, Stage
 from graft.versions import Release
 
+OURS = "[0-9][0-9][0-9][0-9]-Gemma4-*.patch"  # how git names the patches after their messages
 Contents = Mapping[str, bytes]  # by path in upstream's repository
 
 
@@ -85,17 +87,20 @@ def patches(made: Sequence[tuple[str, Contents]], name: str, address: str) -> di
 
 
 def export(made: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """Write the patches and the pull request's text into a folder, in place of those that are there; answers the paths.
+    """Write the patches and the pull request's text into a folder; answers the paths.
+
+    Those of an earlier export that are no longer made are removed, and nothing else.
 
     Raises:
         GraftError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.patch"):
-            old.unlink()
         for name, data in made.items():
             (folder / name).write_bytes(data)
+        for old in folder.glob(OURS):
+            if old.name not in made:
+                old.unlink()
         shutil.copyfile(UPSTREAM / "pull_request.md", folder / "pull_request.md")
     except OSError as error:
         raise GraftError(f"{folder} cannot be written: {error.strerror}", "Name another with --output") from None
@@ -134,5 +139,5 @@ def _export_command(args: argparse.Namespace) -> int:
     for path in written:
         progress.say(f"Written: {path}")
     if not args.quiet:
-        print(f"git am {folder}/*.patch")
+        print(f"git am {shlex.quote(str(folder))}/{OURS}")
     return 0

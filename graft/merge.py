@@ -132,7 +132,8 @@ def definition(text: str, symbol: str) -> str | None:
 class _Edit:
     """Text that goes to a place; `end` is beyond `start` where it takes the place of something.
 
-    defines: the names it binds in the module. eager: those it needs when the module is loaded.
+    defines: the names it binds in the module. eager: those it needs when the module is loaded. inside: the class it is
+    a member of.
     """
 
     what: str
@@ -141,6 +142,7 @@ class _Edit:
     text: str
     defines: frozenset[str] = frozenset()
     eager: frozenset[str] = frozenset()
+    inside: str = ""
 
 
 def _survey(pristine: str, override: str, name: str) -> tuple[list[Finding], list[_Edit]]:
@@ -397,7 +399,8 @@ class _Survey:
         start = self.upstream.starts[first - 1]
         end = self.upstream.ends[self.upstream.last_line(node) - 1]
         what, text = f"{piece.name} (replaced)", self._code(piece, indent)
-        return _Edit(what, start, end, text, eager=self._eager(piece))
+        inside = piece.name.rpartition(".")[0]
+        return _Edit(what, start, end, text, eager=self._eager(piece), inside=inside)
 
     def _eager(self, piece: Piece) -> frozenset[str]:
         """The names a piece needs when the module is loaded."""
@@ -415,7 +418,7 @@ class _Survey:
         for piece in pieces:
             gap = 1 if piece.is_block or after_function else min(piece.gap, 1)
             text = self.newline * (1 + gap) + self._code(piece, indent)
-            self.edits.append(_Edit(piece.name, at, at, text, eager=self._eager(piece)))
+            self.edits.append(_Edit(piece.name, at, at, text, eager=self._eager(piece), inside=node.name.value))
             after_function = piece.is_block
 
     def _add(self, piece: Piece, anchor: cst.CSTNode | None) -> None:
@@ -566,8 +569,7 @@ class _Survey:
         for edit in self.edits:
             for name in sorted(edit.eager):
                 bound = self.upstream.first_bound(name)
-                is_own_class = edit.what.startswith(f"{name}.")
-                if name in defined - above or (bound is not None and (bound >= edit.start or is_own_class)):
+                if name in defined - above or (bound is not None and (bound >= edit.start or name == edit.inside)):
                     self._note("changed", name, f"is defined too far down for {edit.what}")
             above |= edit.defines
 

@@ -74,7 +74,10 @@ RELIED_ON: Mapping[str, Relied] = {
         (
             "vllm/config/vllm.py",
             "VllmConfig",
-            _attributes("model_config parallel_config scheduler_config cache_config lora_config kv_transfer_config"),
+            _attributes(
+                "model_config parallel_config scheduler_config cache_config lora_config kv_transfer_config"
+                " speculative_config"
+            ),
         ),
         ("vllm/config/parallel.py", "ParallelConfig", _attributes("pipeline_parallel_size")),
         ("vllm/config/model.py", "ModelConfig", _attributes("runner_type max_model_len")),

@@ -9,7 +9,6 @@ of the stages there.
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -52,7 +51,7 @@ class Stage:
 def environ() -> dict[str, str]:
     """The variables git gets: no settings, hooks or repository of the user's."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    return {**kept, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+    return {**kept, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
 def git(folder: Path, *words: str, given: bytes | None = None, accept: tuple[int, ...] = (0,)) -> bytes:
@@ -61,7 +60,8 @@ def git(folder: Path, *words: str, given: bytes | None = None, accept: tuple[int
     Raises:
         GraftError: git is not there, or fails.
     """
-    variables = {**environ(), "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    nowhere = {name: str(folder / "no home") for name in ("HOME", "XDG_CONFIG_HOME")}  # for a git older than 2.32
+    variables = {**environ(), **nowhere, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     try:
         done = subprocess.run(["git", *words], cwd=folder, env=variables, input=given, capture_output=True)
     except FileNotFoundError:
@@ -81,7 +81,7 @@ def stages(vendor: Path | None = None) -> tuple[Stage, ...]:
         GraftError: a patch does not fit the one after it, or there is no git.
     """
     vendor = vendor or UPSTREAM.parent
-    patches = sorted((vendor / "upstream" / "series").glob("*.patch"))
+    patches = sorted((vendor / "upstream" / "series").glob("*.patch"), key=_number)
     found: list[Stage] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
@@ -98,6 +98,11 @@ def stages(vendor: Path | None = None) -> tuple[Stage, ...]:
                         "Make the series again: see CONTRIBUTING.md",
                     ) from None
     return tuple(reversed(found))
+
+
+def _number(path: Path) -> int:
+    """The place of a patch or a stage in the series: what its name begins with."""
+    return int(path.name.partition("-")[0])
 
 
 def _files(vendor: Path) -> dict[str, bytes]:
@@ -121,18 +126,24 @@ def fold(folder: Path, vendor: Path | None = None) -> list[Path]:
     """Make the patches of the stages below a folder; answers their paths.
 
     Raises:
-        GraftError: the last stage is not the fix as it is.
+        GraftError: the last stage is not the fix as it is, or one of the patches there are has no stage.
     """
     vendor = vendor or UPSTREAM.parent
-    found = sorted(path for path in folder.iterdir() if path.is_dir())
+    series = vendor / "upstream" / "series"
+    found = sorted((path for path in folder.iterdir() if (path / "message.txt").is_file()), key=_number)
     if not found or _files(found[-1]) != _files(vendor):
         raise GraftError(
             f"The last stage in {folder} is not the fix as it is", f"Copy {vendor} there, or the other way"
         )
+    lost = sorted({path.stem for path in series.glob("*.patch")} - {path.name for path in found})
+    if lost:
+        raise GraftError(f"{folder} has no stage {', '.join(lost)}", "To leave a part out, remove its patch first")
     patches = {}
     with tempfile.TemporaryDirectory() as scratch:
         for number, stage in enumerate(found):
             message = (stage / "message.txt").read_text(encoding="utf-8").strip()
+            if RULE in f"\n{message}\n":
+                raise GraftError(f"A line of {stage / 'message.txt'} ends in {RULE.strip()}", "Word it otherwise")
             difference = b""
             if number:
                 root = Path(scratch).resolve() / stage.name
@@ -141,9 +152,7 @@ def fold(folder: Path, vendor: Path | None = None) -> list[Path]:
                 words = ["diff", "--no-index", "--no-prefix", "--no-color", "--no-renames", "a", "b"]
                 difference = git(root, *words, accept=(0, 1))
             patches[stage.name] = f"{message}\n{RULE}".encode() + difference
-    series = vendor / "upstream" / "series"
-    shutil.rmtree(series, ignore_errors=True)
-    series.mkdir(parents=True)
+    series.mkdir(parents=True, exist_ok=True)
     for name, text in patches.items():
         (series / f"{name}.patch").write_bytes(text)
     return [series / f"{name}.patch" for name in patches]

@@ -75,6 +75,17 @@ def test_a_single_patch_on_request(tmp_path, signer):
     assert message == f"Zoë Example <zoe@example.org>\n{whole}\n\n{SIGNED}"
 
 
+def test_patches_of_the_users_own_stay(tmp_path, signer):
+    root = anchored_tree(tmp_path / "release")
+    own = tmp_path / "out" / "0001-my-own-work.patch"
+    own.parent.mkdir()
+    own.write_text("mine")
+    words = ["export", "0.30", "--source", str(root), "--output", str(own.parent), "--quiet"]
+    assert main(words) == main([*words, "--single"]) == 0
+    assert own.read_text() == "mine"
+    assert len(list(own.parent.glob(export.OURS))) == 1
+
+
 def test_a_release_that_one_stage_does_not_fit_is_refused_and_nothing_written(tmp_path, signer, capsys):
     root = anchored_tree(tmp_path / "release")
     (root / "vllm_gaudi" / "models" / "gemma4.py").write_text("import torch\n")

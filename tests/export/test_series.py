@@ -66,6 +66,23 @@ def last_difference() -> str:
     return sorted(series.SERIES.glob("*.patch"))[-1].read_text().partition(series.RULE)[2]
 
 
+def test_a_stage_that_is_missing_or_a_message_that_would_be_cut_is_refused(tmp_path):
+    vendor = vendor_copy(tmp_path)
+    before = {path.name: path.read_bytes() for path in (vendor / "upstream" / "series").iterdir()}
+    first, second, *_ = series.unfold(tmp_path / "stages")
+    (first / "message.txt").write_text("Gemma4: so\n---\nand so\n")
+    with pytest.raises(GraftError, match="ends in ---"):
+        series.fold(tmp_path / "stages", vendor)
+    shutil.rmtree(second)
+    with pytest.raises(GraftError, match=f"has no stage {second.name}"):
+        series.fold(tmp_path / "stages", vendor)
+    assert {path.name: path.read_bytes() for path in (vendor / "upstream" / "series").iterdir()} == before
+
+
+def test_the_tenth_patch_comes_after_the_second():
+    assert sorted(map(Path, ("10-a", "2-b", "1-c")), key=series._number) == [Path("1-c"), Path("2-b"), Path("10-a")]
+
+
 def test_stages_that_end_elsewhere_are_not_folded(tmp_path, capsys):
     series.unfold(tmp_path / "stages")
     last = sorted((tmp_path / "stages").iterdir())[-1]

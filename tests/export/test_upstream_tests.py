@@ -28,7 +28,7 @@ class Anything(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__") or f"{{self.__name__}}.{{name}}" in MODULES:
             raise AttributeError(name)
-        return type(name, (), {{"register_model": lambda *a: None}})
+        return type(name, (), dict.fromkeys(("register_model", "process_inputs"), lambda *a: None))
 
 
 class Finder:

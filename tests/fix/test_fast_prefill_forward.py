@@ -276,6 +276,7 @@ def test_no_host_synchronisation(model, gemma):
 def server(model):
     vars(model.config).update(
         kv_transfer_config=None,
+        speculative_config=None,
         lora_config=None,
         parallel_config=types.SimpleNamespace(pipeline_parallel_size=1),
         model_config=types.SimpleNamespace(runner_type="generate", max_model_len=300),
@@ -308,6 +309,10 @@ def pipeline_stages(gemma, server):
     gemma.layers[0] = types.SimpleNamespace()  # another stage's layer has no attention
 
 
+def drafts(gemma, server):
+    server.speculative_config = object()
+
+
 def pooling(gemma, server):
     server.model_config.runner_type = "pooling"
 
@@ -319,6 +324,7 @@ def pooling(gemma, server):
         (merged_prefill, "merged prefill"),
         (pipeline_stages, "pipeline stages"),
         (pooling, "pooling"),
+        (drafts, "speculative decoding"),
     ],
 )
 def test_turns_itself_off_and_says_why(model, gemma, server, change, reason):
@@ -512,13 +518,15 @@ def rows_only(layer, positions, hidden_states, per_layer_input, last_token_rows=
     return out if last_token_rows is None else out.index_select(0, last_token_rows)
 
 
-@pytest.mark.parametrize("why", ["of another dtype", "spread over ranks"])
+@pytest.mark.parametrize("why", ["of another dtype", "spread over ranks", "packed"])
 def test_a_weight_that_is_no_plain_matrix_is_not_cut(model, projecting, why):
     projecting.per_layer_inputs_split = True
     weight = torch.rand(LAYERS * PER_LAYER, HIDDEN)
     other = weight.to(torch.float8_e4m3fn) if why == "of another dtype" else weight[: LAYERS * PER_LAYER // 2]
     projecting.project_per_layer_inputs = lambda embeds, inputs: inputs
     projecting.per_layer_model_projection.weight = other
+    if why == "packed":
+        del projecting.per_layer_model_projection.weight
     run(model, projecting)
     assert [inputs.shape[0] for inputs in inputs_of_layers(projecting)] == [4 * S] * 3 + [4] * 2
 

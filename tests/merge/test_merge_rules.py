@@ -575,6 +575,12 @@ def test_what_a_call_needs_must_be_there_by_then():
         merged("logger = init_logger(__name__)\nrun(1)\n")
 
 
+def test_a_call_on_something_that_upstream_imports_already():
+    upstream = UPSTREAM.replace("import torch\n", "import torch\nfrom registry import Registry\n")
+    override = "from registry import Registry\n\n\ndef patch(model): ...\n\n\nRegistry.register(patch)\n"
+    assert merged(override, upstream) == upstream + "\n\nRegistry.register(patch)\n"
+
+
 def test_a_file_that_holds_the_call_holds_the_fix():
     with pytest.raises(Drift, match="holds the fix already"):
         merged(REGISTERED, merged(REGISTERED))

@@ -265,7 +265,7 @@ class Anything:
             if name == "nn":
                 return importlib.import_module("torch.nn")
             nothing = lambda *a, **k: None
-            return nothing if name.islower() else type(name, (), {"register_model": nothing})
+            return nothing if name.islower() else type(name, (), dict(register_model=nothing, process_inputs=nothing))
         module.__getattr__ = get
 
 sys.meta_path.append(Anything())

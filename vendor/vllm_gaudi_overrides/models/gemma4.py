@@ -127,8 +127,8 @@ class HpuGemma4Model(UpstreamGemma4Model):
         """Whether that is asked for, and the projection is a plain matrix: neither quantised nor spread over ranks."""
         if not self.per_layer_inputs_split or per_layer_inputs is None:
             return False
-        weight = self.per_layer_model_projection.weight
-        return (weight.dtype == inputs_embeds.dtype
+        weight = getattr(self.per_layer_model_projection, "weight", None)
+        return (weight is not None and weight.dtype == inputs_embeds.dtype
                 and weight.shape == (per_layer_inputs[0].numel(), inputs_embeds.shape[1]))
 
 
@@ -333,6 +333,8 @@ def _why_fast_prefill_is_off(model: UpstreamGemma4Model, vllm_config: VllmConfig
         return "the layers are spread over pipeline stages"
     if vllm_config.model_config.runner_type == "pooling":
         return "pooling needs every token"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding pads short prompt steps with drafts, and their rows are sampled as well"
     if any(layer.self_attn.attn.impl.use_merged_prefill for layer in model.layers):
         return "merged prefill puts several prompts in one row"
     return None
