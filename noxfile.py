@@ -120,7 +120,7 @@ SESSIONS = {
     "install": "Put the full copies in the place of {tag}'s own modules; prints how to serve.",
     "check": "Tell whether {tag}'s copies load; `python -m graft check` exits 0, 1 or 2 on it.",
     "pin": "Write the hashes of {tag}'s pristine files into VERSIONS.toml.",
-    "export": "Make the patch for {tag} to send upstream.",
+    "export": "Make the patches for {tag} to send upstream.",
 }
 for _release in RELEASES:
     for _command, _doc in SESSIONS.items():

@@ -106,7 +106,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.list:
         for case in CASES:
-            print(f"{case.name:<16} {case.promise}")
+            print(f"{case.name:<20} {case.promise}")
         return 0
     if options.source is None:
         parser.error("give --source, or set GAUDI_FIXES_ROOT")

@@ -113,7 +113,13 @@ def _files(vendor: Path) -> dict[str, bytes]:
 
 
 def unfold(folder: Path) -> list[Path]:
-    """Write every stage below a folder, each in one of its patch's name; answers those folders."""
+    """Write every stage below a folder, each in one of its patch's name; answers those folders.
+
+    Raises:
+        GraftError: there is something in the folder, perhaps changes of the user's.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        raise GraftError(f"{folder} is not empty", "Name another folder, or remove what is there")
     written = []
     for stage in stages():
         stage.write(folder / stage.name)
@@ -132,9 +138,8 @@ def fold(folder: Path, vendor: Path | None = None) -> list[Path]:
     series = vendor / "upstream" / "series"
     found = sorted((path for path in folder.iterdir() if (path / "message.txt").is_file()), key=_number)
     if not found or _files(found[-1]) != _files(vendor):
-        raise GraftError(
-            f"The last stage in {folder} is not the fix as it is", f"Copy {vendor} there, or the other way"
-        )
+        mend = "Copy the last stage over vendor/, or vendor/ into it"
+        raise GraftError(f"The last stage in {folder} is not the fix as it is", mend)
     lost = sorted({path.stem for path in series.glob("*.patch")} - {path.name for path in found})
     if lost:
         raise GraftError(f"{folder} has no stage {', '.join(lost)}", "To leave a part out, remove its patch first")

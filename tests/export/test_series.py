@@ -79,6 +79,12 @@ def test_a_stage_that_is_missing_or_a_message_that_would_be_cut_is_refused(tmp_p
     assert {path.name: path.read_bytes() for path in (vendor / "upstream" / "series").iterdir()} == before
 
 
+def test_stages_in_work_are_not_written_over(tmp_path):
+    series.unfold(tmp_path / "stages")
+    with pytest.raises(GraftError, match="is not empty"):
+        series.unfold(tmp_path / "stages")
+
+
 def test_the_tenth_patch_comes_after_the_second():
     assert sorted(map(Path, ("10-a", "2-b", "1-c")), key=series._number) == [Path("1-c"), Path("2-b"), Path("10-a")]
 

@@ -11,7 +11,7 @@ BLOCK_SIZE = 128
 
 
 def paged_prompts(query_lens: list[int], padded_len: int, num_kv_heads: int, head_size: int):
-    """Keys, values and slots of prompts in a cache whose other slots hold NaN, but for slot 0."""
+    """Keys, values and slots of prompts in a cache of NaN, but for slot 0, where masked keys come from: it holds 0."""
     generator = torch.Generator().manual_seed(len(query_lens) * padded_len)
     blocks_per_prompt = -(-padded_len // BLOCK_SIZE)
     num_slots = (1 + len(query_lens) * blocks_per_prompt) * BLOCK_SIZE
@@ -45,7 +45,11 @@ def dense_reference(query, key_cache, value_cache, slots, scale, sliding_window)
 def test_last_token_attention(query_lens, padded_len, num_kv_heads, num_heads, sliding_window):
     head_size, scale = 64, 0.5
     key_cache, value_cache, slot_mapping = paged_prompts(query_lens, padded_len, num_kv_heads, head_size)
-    query = torch.randn(len(query_lens), num_kv_heads, num_heads // num_kv_heads, head_size)
+    query = torch.randn(len(query_lens),
+                        num_kv_heads,
+                        num_heads // num_kv_heads,
+                        head_size,
+                        generator=torch.Generator().manual_seed(0))
     slots, bias = hpu_attn._last_token_keys(slot_mapping, torch.tensor(query_lens, dtype=torch.int32), sliding_window)
     assert slots.shape[1] == min(padded_len, sliding_window or padded_len)
     out = hpu_attn._attend(query, key_cache, value_cache, slots, bias, scale)
@@ -60,3 +64,50 @@ def test_last_token_attention(query_lens, padded_len, num_kv_heads, num_heads, s
 def test_rows_of_the_last_tokens():
     rows = gemma4._last_token_rows(torch.tensor([5, 8, 0, 1], dtype=torch.int32), 8)
     assert rows.tolist() == [4, 15, 16, 24]
+
+
+class HeldMask:
+    """Holds a LoRA mask, as the plugin's class does."""
+
+    mask = None
+
+    @classmethod
+    def setLoraMask(cls, mask):
+        cls.mask = mask
+
+    @classmethod
+    def getLoraMask(cls):
+        return cls.mask
+
+
+def test_lora_mask_of_the_last_tokens(monkeypatch):
+    monkeypatch.setattr(gemma4, "LoraMask", HeldMask)
+    whole = torch.arange(32).unsqueeze(1)
+    HeldMask.setLoraMask(whole)
+    with gemma4._lora_mask_of(torch.tensor([4, 15])):
+        assert HeldMask.getLoraMask().flatten().tolist() == [4, 15]
+    assert HeldMask.getLoraMask() is whole
+
+
+@pytest.mark.parametrize("sliding_window", [None, 128])
+def test_last_token_attention_with_context(sliding_window):
+    """Behind 200 cached tokens, in two blocks and a list that is padded, 70 tokens of a step padded to 128."""
+    context, query_len, padded_len, head_size = 200, 70, 128, 64
+    key_cache, value_cache, positions = paged_prompts([context + query_len], 384, 1, head_size)
+    slot_mapping = torch.full((1, padded_len), -1, dtype=torch.int64)
+    slot_mapping[0, :query_len] = positions[0, context:context + query_len]
+    block_list = torch.tensor([positions[0, 0] // BLOCK_SIZE, positions[0, BLOCK_SIZE] // BLOCK_SIZE, -1])
+    query_at = context + torch.arange(padded_len).unsqueeze(1)
+    key_at = torch.cat((torch.arange(3 * BLOCK_SIZE), context + torch.arange(padded_len)))
+    is_context = torch.arange(len(key_at)) < 3 * BLOCK_SIZE
+    seen = (key_at <= query_at) & (~is_context | (key_at < context))
+    if sliding_window:
+        seen &= query_at - key_at < sliding_window
+    mask = torch.zeros(1, 1, padded_len, len(key_at)).masked_fill(~seen, -torch.inf)
+    query = torch.randn(1, 1, 8, head_size, generator=torch.Generator().manual_seed(0))
+    slots, bias = hpu_attn._last_token_keys(slot_mapping, torch.tensor([query_len], dtype=torch.int32), sliding_window,
+                                            block_list, BLOCK_SIZE, mask)
+    out = hpu_attn._attend(query, key_cache, value_cache, slots, bias, 0.5)
+    expected = dense_reference(query[0], key_cache, value_cache, positions[0, :context + query_len], 0.5,
+                               sliding_window)
+    torch.testing.assert_close(out[0].double(), expected, atol=1e-5, rtol=1e-5)
