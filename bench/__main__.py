@@ -161,7 +161,7 @@ def on_the_cpu(options, arms: list[Arm], scratch: Path) -> Site:
         capture_output=True,
     )
     text = json.loads((model / "config.json").read_text())["text_config"]
-    blocks = options.prompts * (max(options.lengths) // 128 + 2)
+    blocks = options.prompts * (max(options.lengths) // BLOCK + 2)
     settings = {
         "num_gpu_blocks_override": 4 * blocks,  # for each group of layers with one block table
         "dtype": options.dtype,
@@ -198,7 +198,7 @@ def engine(site: Site, options, cap: int, arm: Arm, scratch: Path):
         "kv_sharing_fast_prefill": arm.flag,
         "max_model_len": longest + DECODED + 1,
         "max_num_seqs": options.prompts,
-        "max_num_batched_tokens": cap * (longest + 128),
+        "max_num_batched_tokens": cap * (longest + BLOCK),
         "enable_prefix_caching": options.cached_half,
         "seed": 0,
         **json.loads(options.settings),
@@ -255,9 +255,9 @@ def _round(one: Engine, rows: list[Point], name: str, number: int, options) -> N
         point.seconds.setdefault(name, []).append(first)
         if options.decode and not point.cached:
             # Few short prompts, so that a step's own cost shows; the first token is measured apart.
-            few = {**task, "prompts": min(point.prompts, 4), "length": min(point.length, 128)}
-            if options.cached_half:  # else the second of these runs would find the first one's prompts cached
-                few["length"] = min(point.length, 127)
+            # Less than a block, lest with --cached-half the second of these runs find the first one's prompts cached.
+            most = BLOCK - 1 if options.cached_half else BLOCK
+            few = {**task, "prompts": min(point.prompts, 4), "length": min(point.length, most)}
             begun = one.ask(**few, tokens=1)[options.clock]
             whole = one.ask(**few, tokens=1 + DECODED)[options.clock]
             point.decode.setdefault(name, []).append((whole - begun) / DECODED)

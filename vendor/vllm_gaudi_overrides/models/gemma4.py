@@ -63,8 +63,7 @@ class HpuGemma4Model(UpstreamGemma4Model):
             per_layer_inputs = self.get_per_layer_inputs(input_ids)
         attn_metadata = get_forward_context().attn_metadata
         first_shared = _first_kv_shared_layer(self.config)
-        kv_caches = [layer.self_attn.attn.kv_cache for layer in self.layers]
-        reason = _why_not_fast_prefill(attn_metadata, positions, kv_caches, self.fast_prefill_context_slots)
+        reason = _why_not_fast_prefill(attn_metadata, positions, self.layers, self.fast_prefill_context_slots)
         if reason is not None:
             if attn_metadata is not None and attn_metadata.is_prompt:
                 plugin_logger().info_once("Fast prefill: all layers run on all tokens of prompts where %s.", reason)
@@ -220,7 +219,7 @@ def _lora_mask_of(rows: torch.Tensor):
     LoraMask.setLoraMask(mask)
 
 
-def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_caches: list,
+def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, layers: nn.ModuleList,
                           context_slots: int | None) -> str | None:
     """Why the KV-shared layers must run on every token of this batch; None if one row per prompt will do.
 
@@ -230,13 +229,14 @@ def _why_not_fast_prefill(attn_metadata, positions: torch.Tensor, kv_caches: lis
     Args:
         attn_metadata: the runner's metadata for all layers.
         positions: [B, S].
-        kv_caches: what is bound to each layer; tuples once the runner has allocated the caches.
+        layers: all of them; their KV caches are tuples once the runner has allocated them.
         context_slots: how many slots each cache must have for prompts with context; None if they never may.
     """
     if attn_metadata is None:
         return "there is no attention metadata"
     if not attn_metadata.is_prompt:
         return "the step decodes"
+    kv_caches = [layer.self_attn.attn.kv_cache for layer in layers]
     if not all(isinstance(kv_cache, tuple) for kv_cache in kv_caches):
         return "no KV cache is allocated yet"
     if attn_metadata.seq_lens_tensor is None or attn_metadata.slot_mapping is None:
